@@ -1,0 +1,350 @@
+"""The job as values: what will be launched (LaunchSpec) and what it will do (JobSpec).
+
+Every user-facing value is first a Setting under a dotted name ("zero.stage"), with the Origin that won. `build_job` turns the
+settings into the nested, frozen JobSpec; the origins travel with it, so that a report can name the file and key behind a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launchguard.errors import InputError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from. source: a file as the user wrote it, "command line", an environment variable, or
+    "default of transformers 5.24.0"; key: the key or flag in it, in that source's own spelling."""
+
+    source: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.key}" if self.key else self.source
+
+
+@dataclass(frozen=True)
+class Setting:
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something the user should know. code: stable ("LG201"); severity: "error" | "warning" | "info"."""
+
+    code: str
+    severity: str
+    message: str
+    origin: str = ""
+
+
+class Settings:
+    """Dotted field name -> Setting. A later `put` wins; what it displaced is kept, for notes on conflicting sources."""
+
+    def __init__(self) -> None:
+        self._settings: dict[str, Setting] = {}
+        self.displaced: dict[str, list[Setting]] = {}
+        self.notes: list[Note] = []
+
+    def put(self, field_name: str, value: Any, origin: Origin) -> None:
+        """The value of a field from a stronger source than all before."""
+        old = self._settings.get(field_name)
+        if old is not None and old.value != value:
+            self.displaced.setdefault(field_name, []).append(old)
+        self._settings[field_name] = Setting(value, origin)
+
+    def default(self, field_name: str, value: Any, origin: Origin) -> None:
+        """The value of a field unless some source has already given one."""
+        if field_name not in self._settings:
+            self._settings[field_name] = Setting(value, origin)
+
+    def get(self, field_name: str, default: Any = None) -> Any:
+        setting = self._settings.get(field_name)
+        return default if setting is None else setting.value
+
+    def origin(self, field_name: str) -> Origin | None:
+        setting = self._settings.get(field_name)
+        return None if setting is None else setting.origin
+
+    def items(self) -> Iterator[tuple[str, Setting]]:
+        yield from self._settings.items()
+
+    def __contains__(self, field_name: str) -> bool:
+        return field_name in self._settings
+
+    def note(self, code: str, severity: str, message: str, origin: Origin | str = "") -> None:
+        self.notes.append(Note(code, severity, message, str(origin)))
+
+
+# ---------------------------------------------------------------- the launch
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A launch command as its own launcher reads it.
+
+    launcher: accelerate | deepspeed | torchrun | python; argv: the whole command, exec'ed unchanged by `run`;
+    script: path as given, or a module name when is_module; environment: what the launcher adds to the environment of
+    every rank beyond RANK and friends (accelerate's ACCELERATE_*, FSDP_*); arguments: the launcher's own resolved
+    arguments by name (accelerate's namespace after the merge with its config file), each with its origin.
+    """
+
+    launcher: str
+    argv: tuple[str, ...]
+    cwd: str
+    script: str | None
+    script_args: tuple[str, ...] = ()
+    is_module: bool = False
+    nnodes: int = 1
+    nproc_per_node: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Setting] = field(default_factory=dict)
+    config_file: str | None = None
+    notes: tuple[Note, ...] = ()
+    world_size_origin: Origin = Origin("default", "one process")
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+
+# ---------------------------------------------------------------- the job
+@dataclass(frozen=True)
+class InputTensor:
+    """One model input. shape: ints, or "batch" / "seq" for the micro-batch size and the sequence length; high: exclusive
+    upper bound of integer inputs."""
+
+    shape: tuple[int | str, ...]
+    dtype: str = "int64"
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """source: directory or hub id of a Hugging Face config, or "module:callable"; config: the parsed config.json, None for
+    a callable; task: auto class ("AutoModelForCausalLM"), None: from config["architectures"]; inputs: for a callable;
+    loss: how a scalar is made of a callable's output ("output.loss", "output", "sum"); python_path: where module: is imported from."""
+
+    source: str
+    config: Mapping[str, Any] | None = None
+    task: str | None = None
+    attn_implementation: str | None = None
+    use_cache: bool | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, InputTensor] = field(default_factory=dict)
+    loss: str | None = None
+    python_path: str = "."
+    use_liger_kernel: bool = False
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes by canonical name.
+
+    load: of the parameters as loaded; storage: of trainable parameters once wrapped (shards, grads and optimizer follow it);
+    compute: of the parameters that forward sees (FSDP mixed precision or DeepSpeed cast them; else = storage);
+    autocast: dtype of the autocast region around forward, None without; reduce: of gradient reduction under FSDP;
+    float32_outputs: Accelerate's ConvertOutputsToFp32 around the model.
+    """
+
+    load: str = "float32"
+    storage: str = "float32"
+    compute: str = "float32"
+    autocast: str | None = None
+    reduce: str = "float32"
+    float32_outputs: bool = False
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """via: "model" (HF gradient_checkpointing_enable) or "fsdp" (checkpoint_wrapper round every wrapped layer)."""
+
+    enabled: bool = False
+    via: str = "model"
+    use_reentrant: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """name: key of profiles/optimizers ("adamw"); implementation: "fused" | "foreach" | "for_loop" | "deepspeed_fused" | "cpu";
+    params: constructor arguments that change memory (amsgrad, momentum ...)."""
+
+    name: str = "adamw"
+    implementation: str = "foreach"
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ZeroSpec:
+    """DeepSpeed's own key names; sizes of buckets in elements. dtype: of the engine's parameters (bf16, fp16 or float32)."""
+
+    stage: int = 0
+    dtype: str = "float32"
+    grad_accum_dtype: str | None = None
+    communication_data_type: str | None = None
+    contiguous_gradients: bool = True
+    overlap_comm: bool = False
+    reduce_scatter: bool = True
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    sub_group_size: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    round_robin_gradients: bool = False
+    zero_hpz_partition_size: int = 1
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    offload_pin_memory: bool = True
+    offload_ratio: float = 1.0
+    zero_init: bool = False
+    torch_autocast: bool = False
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+    fp16_master_weights_and_grads: bool = False
+    immediate_grad_update: bool = False
+
+
+@dataclass(frozen=True)
+class FsdpSpec:
+    """Names of Accelerate's and torch's FSDP options. version 1 or 2; wrap_policy: TRANSFORMER_BASED_WRAP | SIZE_BASED_WRAP |
+    NO_WRAP | MANUAL (module:callable jobs: wrap_classes); reshard_after_forward: version 2, bool or int;
+    accelerate_grouping: Accelerate's fsdp2_prepare_model (embedding and tail in groups of their own)."""
+
+    version: int = 1
+    sharding_strategy: str = "FULL_SHARD"
+    reshard_after_forward: bool | int = True
+    wrap_policy: str = "NO_WRAP"
+    wrap_classes: tuple[str, ...] = ()
+    min_num_params: int = 100_000_000
+    use_orig_params: bool = True
+    backward_prefetch: str | None = None
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    offload_params: bool = False
+    cpu_ram_efficient_loading: bool = False
+    sync_module_states: bool = False
+    accelerate_grouping: bool = True
+    sync_each_batch: bool = False
+    shard_group_size: int | None = None  # HYBRID_SHARD, HSDP: ranks that share one copy; None: the world
+
+
+@dataclass(frozen=True)
+class DdpSpec:
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    comm_hook: str | None = None
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Arguments of peft.LoraConfig that change memory; autocast_adapter_dtype: adapters in float32 (PEFT's default)."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    bias: str = "none"
+    autocast_adapter_dtype: bool = True
+
+
+@dataclass(frozen=True)
+class QuantizationSpec:
+    """method: "nf4" | "fp4" | "int8" (bitsandbytes)."""
+
+    method: str
+    double_quant: bool = False
+    compute_dtype: str = "bfloat16"
+    prepare_kbit: bool = True
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One training job, as every rank will run it.
+
+    loop: whose training loop ("trainer" | "sft" | "dpo" | "accelerate" | "deepspeed" | "torch"): decides when gradients are clipped
+    and outputs dropped; strategy: key of strategies/ ("single" | "ddp" | "zero" | "fsdp1" | "fsdp2").
+    device: key of profiles/devices, "auto", or a byte count; headroom: "10%" or "6GiB"; allocator_conf: PYTORCH_CUDA_ALLOC_CONF.
+    """
+
+    launch: LaunchSpec
+    model: ModelSpec
+    loop: str = "torch"
+    strategy: str = "single"
+    micro_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    seq_len: int = 1024
+    max_grad_norm: float | None = None
+    outputs_alive_in_backward: bool = False
+    zero_grad_set_to_none: bool = True
+    precision: Precision = Precision()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    zero: ZeroSpec | None = None
+    fsdp: FsdpSpec | None = None
+    ddp: DdpSpec | None = None
+    lora: LoraSpec | None = None
+    quantization: QuantizationSpec | None = None
+    compile: bool = False
+    device: str = "auto"
+    headroom: str = "10%"
+    allocator_conf: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.world_size
+
+    def origin(self, field_name: str) -> Origin:
+        """Origin of a dotted field; a field nobody set is launchguard's own default."""
+        return self.origins.get(field_name, Origin("default of launchguard", field_name))
+
+    def get(self, field_name: str) -> Any:
+        """Value of a dotted field; None when its part of the job is absent."""
+        value: Any = self
+        for part in field_name.split("."):
+            value = None if value is None else getattr(value, part)
+        return value
+
+    def changed(self, changes: Mapping[str, Any]) -> JobSpec:
+        """A copy with dotted fields replaced; origins stay, so that advice can name the key to edit."""
+        job = self
+        for name, value in changes.items():
+            head, _, rest = name.partition(".")
+            part = dataclasses.replace(getattr(job, head), **{rest: value}) if rest else value
+            job = dataclasses.replace(job, **{head: part})
+        return job
+
+
+_PARTS: dict[str, type] = {
+    "model": ModelSpec, "precision": Precision, "activation_checkpointing": ActivationCheckpointing, "optimizer": OptimizerSpec,
+    "zero": ZeroSpec, "fsdp": FsdpSpec, "ddp": DdpSpec, "lora": LoraSpec, "quantization": QuantizationSpec,
+}  # fmt: skip
+
+
+def build_job(launch: LaunchSpec, settings: Settings, versions: Mapping[str, str] | None = None) -> JobSpec:
+    """The JobSpec of dotted settings. A part (zero, fsdp, lora ...) exists when one of its fields was set.
+    Raises InputError when no model was given."""
+    plain: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, setting in settings.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            parts.setdefault(head, {})[rest] = setting.value
+        else:
+            plain[name] = setting.value
+    if "source" not in parts.get("model", {}):
+        raise InputError("the launch command names no model", where=launch.script or " ".join(launch.argv),
+                         help="give it: launchguard check --model DIR_OR_ID_OR_module:callable -- ...")  # fmt: skip
+    built = {name: _PARTS[name](**values) for name, values in parts.items()}
+    origins = {name: setting.origin for name, setting in settings.items()}
+    return JobSpec(launch=launch, versions=versions or {}, origins=origins, notes=launch.notes + tuple(settings.notes), **plain, **built)
