@@ -32,6 +32,7 @@ class TraceOp(IntEnum):
     FORWARD = 7  # forward and loss begin
     BACKWARD = 8  # backward begins
     END = 9  # backward ended
+    MATMUL = 10  # the first matrix product of forward or backward: its thread's cuBLAS workspace appears
 
 
 class TraceEvent(NamedTuple):

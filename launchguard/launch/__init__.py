@@ -1,1 +1,89 @@
+"""argv + env -> LaunchSpec: what a launch command starts, read the way its own launcher reads it.
 
+One file per launcher; each has `matches(argv) -> bool` and `parse(argv, env, cwd, gpus_per_node=None) -> LaunchSpec`. A launcher's file
+calls the argument parser of the installed library (imported lazily), starts nothing, opens no port and leaves os.environ as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launchguard.errors import InputError
+from launchguard.job import LaunchSpec, Note, Origin
+from launchguard.launch._environment import inherited
+from launchguard.launch._gpus import local_gpus
+
+_FALLBACK = "python"  # any interpreter; it must not take `python -m torch.distributed.run` from torchrun
+_WRAPPERS = frozenset({"env", "nohup", "exec", "time", "nice"})
+_RUNNERS = {"uv": "run", "poetry": "run", "pdm": "run", "pipenv": "run"}
+
+
+def launchers() -> tuple[str, ...]:
+    """Names of the known launchers, in the order in which they are asked."""
+    names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    return tuple(sorted(names, key=lambda name: (name == _FALLBACK, name)))
+
+
+def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: int | None = None) -> LaunchSpec:
+    """The LaunchSpec of a launch command.
+
+    gpus_per_node: GPUs of each node of the job, where the command leaves the number to the machine it starts on; None: count the
+    GPUs of this machine. Raises InputError for a command that no launcher knows, or that its launcher would refuse.
+    """
+    if not argv:
+        raise InputError("no launch command given", help="launchguard check -- torchrun --nproc_per_node 8 train.py ...")
+    command, assigned, wrapper = _unwrap(argv)
+    whole_env = {**env, **assigned}
+    for name in launchers():
+        launcher: Any = importlib.import_module(f"{__name__}.{name}")
+        if command and launcher.matches(command):
+            launch = launcher.parse(command, whole_env, cwd, gpus_per_node)
+            notes = launch.notes
+            if wrapper:
+                notes += (Note("LG201", "info", f"read past {' '.join(wrapper)!r}, which does not change what is launched", wrapper[0]),)
+            return dataclasses.replace(launch, argv=tuple(argv), notes=notes)
+    raise InputError(
+        f"unknown launcher {os.path.basename(command[0] if command else argv[0])!r}", where=" ".join(argv[:4]),
+        help=f"known: {', '.join(launchers())} (accelerate launch ..., deepspeed ..., torchrun ..., python [-m] ...)",
+    )  # fmt: skip
+
+
+def without_command(
+    env: Mapping[str, str], cwd: str, *, accelerate_config: str | None = None, gpus_per_node: int | None = None, nnodes: int = 1
+) -> LaunchSpec:
+    """The LaunchSpec of a check from files alone: the world of an Accelerate config, else nnodes x gpus_per_node (or this node's GPUs)."""
+    if accelerate_config is not None:
+        from launchguard.launch import accelerate
+
+        return accelerate.from_config_file(accelerate_config, env, cwd, gpus_per_node)
+    gpus, origin = local_gpus(env, gpus_per_node, flag="--gpus-per-node")
+    return LaunchSpec(launcher="none", argv=(), cwd=cwd, script=None, nnodes=nnodes, nproc_per_node=gpus,
+                      environment=inherited(env), world_size_origin=origin)  # fmt: skip
+
+
+def _unwrap(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """(command, environment assignments, wrapper words) of `env A=1 nohup uv run torchrun ...`."""
+    rest, assigned, wrapper = list(argv), {}, []
+    while rest:
+        word = rest[0]
+        name, equals, value = word.partition("=")
+        if equals and name.isidentifier():
+            assigned[name] = value
+            taken = 1
+        elif os.path.basename(word) in _WRAPPERS:
+            taken = 1
+        elif _RUNNERS.get(os.path.basename(word)) == (rest[1] if len(rest) > 1 else ""):
+            taken = 2
+        else:
+            break
+        wrapper += rest[:taken]
+        rest = rest[taken:]
+    return rest, assigned, wrapper
+
+
+__all__ = ["Origin", "launchers", "parse", "without_command"]

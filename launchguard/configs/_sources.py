@@ -1,0 +1,38 @@
+"""Everything the readers of this room look at and write to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launchguard.configs.script_args import ScriptArguments
+from launchguard.configs.script_source import ScriptSource
+from launchguard.job import LaunchSpec, Setting, Settings
+
+TRAINER_LOOPS = ("trainer", "sft", "dpo")
+TRL_LOOPS = ("sft", "dpo")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """launch, options: as resolve got them; source, args: the script; config: the model's config.json, None for a callable;
+    settings: the fields found so far, the only thing here that changes."""
+
+    launch: LaunchSpec
+    options: Mapping[str, Any]
+    source: ScriptSource
+    args: ScriptArguments
+    loop: str
+    config: Mapping[str, Any] | None
+    settings: Settings
+
+    @property
+    def is_trainer(self) -> bool:
+        """True when the loop is transformers.Trainer or built on it."""
+        return self.loop in TRAINER_LOOPS
+
+    def put(self, field_name: str, setting: Setting | None) -> None:
+        """Set a field from a setting, if there is one with a value."""
+        if setting is not None and setting.value is not None:
+            self.settings.put(field_name, setting.value, setting.origin)

@@ -1,0 +1,478 @@
+"""The DeepSpeed JSON, and the one Accelerate writes from its flags, as zero.*, optimizer.* and batch fields.
+
+Three programs fill "auto" differently (knowledge/deepspeed_memory.md, section 10): raw DeepSpeed drops it, the Trainer
+(transformers 5.24 integrations/deepspeed.py:HfTrainerDeepSpeedConfig) takes TrainingArguments, Accelerate (accelerate 1.15
+utils/dataclasses.py:DeepSpeedPlugin, accelerator.py:_prepare_deepspeed) takes its environment and its dataloaders.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launchguard.configs import _files, accelerate_yaml, deepspeed_installed, fsdp, model_config, training_args
+from launchguard.configs._installed import default_of
+from launchguard.configs._sources import Sources
+from launchguard.errors import InputError
+from launchguard.job import Origin, Setting, ZeroSpec
+from launchguard.units import dtype_name
+
+_WHAT = "DeepSpeed config"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_HIDDEN = (  # key, value from the hidden size, only with stage 3 in the Trainer
+    ("zero_optimization.reduce_bucket_size", lambda h: h * h, False),
+    ("zero_optimization.stage3_prefetch_bucket_size", lambda h: int(0.9 * h * h), True),
+    ("zero_optimization.stage3_param_persistence_threshold", lambda h: 10 * h, True),
+)
+_INTEGERS = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+             "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "zero_hpz_partition_size")  # fmt: skip
+_PLUGIN = (  # key, variable it comes from, default (accelerate 1.15 utils/dataclasses.py:DeepSpeedPlugin)
+    ("zero_optimization.stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
+    ("zero_optimization.offload_optimizer.device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+    ("zero_optimization.offload_param.device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", False),
+)
+_ELSEWHERE = {  # fields of ZeroSpec that do not stand in zero_optimization under their own name -> dotted key
+    "grad_accum_dtype": "data_types.grad_accum_dtype", "communication_data_type": "communication_data_type",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device", "offload_param": "zero_optimization.offload_param.device",
+    "offload_pin_memory": "zero_optimization.offload_optimizer.pin_memory", "offload_ratio": "zero_optimization.offload_optimizer.ratio",
+    "torch_autocast": "torch_autocast.enabled", "bf16_master_weights_and_grads": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states", "fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
+    "immediate_grad_update": "bf16.immediate_grad_update",
+}  # fmt: skip
+_DERIVED = ("dtype", "zero_init")
+_NOT_MODELLED = {  # dotted key -> what it would change
+    "zero_optimization.zero_quantized_weights": "quantised gathers", "zero_optimization.zero_quantized_gradients": "quantised reductions",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen partitions in int8", "zero_optimization.zenflow": "ZenFlow",
+    "zero_optimization.offload_optimizer.super_offload": "SuperOffload", "compile.deepcompile": "DeepCompile",
+    "pipeline": "pipeline stages", "expert_parallel": "expert parallelism", "hybrid_engine.enabled": "the hybrid engine",
+    "weight_quantization": "weight quantisation",
+}  # fmt: skip
+_INERT = {  # dotted key -> (severity, why)
+    "activation_checkpointing": ("warning", "the engine never reads this block; a Hugging Face model needs --gradient_checkpointing"),
+    "zero_optimization.allgather_bucket_size": ("info", "has no effect on memory with this DeepSpeed"),
+    "zero_optimization.allgather_partitions": ("info", "has no effect on memory with this DeepSpeed"),
+}
+
+
+@dataclass
+class Document:
+    """A DeepSpeed config while it is completed. name: the file as the user wrote it; filled: origin of each value that replaced "auto"."""
+
+    name: str
+    tree: dict[str, Any]
+    filled: dict[str, Origin] = dataclasses.field(default_factory=dict)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of a dotted key."""
+        node: Any = self.tree
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
+
+    def has(self, key: str) -> bool:
+        """True when the key stands in the config with a value."""
+        return self.get(key) is not None
+
+    def origin(self, key: str) -> Origin:
+        """What gave the key its value."""
+        return self.filled.get(key) or Origin(self.name, key)
+
+    def setting(self, key: str) -> Setting | None:
+        """Value and origin of a key that has a value."""
+        return Setting(self.get(key), self.origin(key)) if self.has(key) else None
+
+    def put(self, key: str, value: Any, origin: Origin) -> None:
+        """Set a dotted key."""
+        node = self.tree
+        *parents, last = key.split(".")
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = value
+        self.filled[key] = origin
+
+    def fill(self, key: str, setting: Setting) -> None:
+        """Replace "auto" (HfTrainerDeepSpeedConfig.fill_only)."""
+        if self.get(key) == "auto":
+            self.put(key, setting.value, setting.origin)
+
+
+# ---------------------------------------------------------------- which config is in effect
+def find(sources: Sources) -> Document | None:
+    """The DeepSpeed config of the job; None when the job does not use DeepSpeed."""
+    option = sources.options.get("deepspeed")
+    if option:
+        return _document(option, Origin("command line", "--deepspeed"), sources)
+    stated = sources.args.setting("deepspeed") if sources.is_trainer else None
+    if stated is not None and stated.value:
+        return _document(stated.value, stated.origin, sources)
+    if accelerate_yaml.uses(sources, "DEEPSPEED"):
+        file = fsdp.variable(sources, "ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
+        if file.value and str(file.value).lower() != "none":
+            _refuse_ignored_fields(sources, str(file.value))
+            return _document(file.value, file.origin, sources)
+        return _inline(sources)
+    if sources.loop == "deepspeed" or not sources.is_trainer:
+        given = sources.args.stated("deepspeed_config", "deepspeed_config_file", "ds_config") or (
+            sources.args.stated("deepspeed") if sources.loop == "deepspeed" else None)  # fmt: skip
+        if given is not None and isinstance(given.value, str):
+            return _document(given.value, given.origin, sources)
+        call = sources.source.first("initialize")
+        written = (call.keywords.get("config") or call.keywords.get("config_params")) if call and call.owner == "deepspeed" else None
+        if written is not None:
+            return _document(written.value, written.origin, sources)
+    return None
+
+
+def _document(value: Any, origin: Origin, sources: Sources) -> Document:
+    """A file name, JSON text, base64 of JSON (deepspeed/runtime/config.py:DeepSpeedConfig.__init__), or a dict."""
+    if isinstance(value, Mapping):
+        return Document(str(origin), copy.deepcopy(dict(value)))
+    text = str(value)
+    if text.lstrip().startswith("{"):
+        return Document(str(origin), _files.parse_json(text, str(origin), _WHAT))
+    if len(text) > 64 and "." not in text and "/" not in text:
+        try:
+            return Document(str(origin), _files.parse_json(base64.urlsafe_b64decode(text).decode(), str(origin), _WHAT))
+        except (binascii.Error, UnicodeDecodeError):
+            pass
+    content = _files.read_text(text, sources.launch.cwd, _WHAT)
+    return Document(text, deepspeed_installed.parse(content, text, relaxed=sources.loop == "deepspeed"))
+
+
+def _inline(sources: Sources) -> Document:
+    """What DeepSpeedPlugin.__post_init__ writes when there is no JSON: stage, offload and batch keys only."""
+    document = Document("accelerate", {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"})
+    own = (("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"),
+           ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", "auto"))  # fmt: skip
+    for key, name, default in (*own, *_PLUGIN):
+        setting = fsdp.variable(sources, name, default)
+        document.put(key, _literal(setting.value), setting.origin)
+    return document
+
+
+def _literal(value: Any) -> Any:
+    text = str(value).lower()
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return value
+
+
+def _refuse_ignored_fields(sources: Sources, file: str) -> None:
+    """DeepSpeedPlugin._deepspeed_config_checks: with a JSON, the Accelerate config must not hold the same settings."""
+    clashing = {"gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
+                "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model", "mixed_precision"}  # fmt: skip
+    given = sources.launch.environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    found = sorted(clashing & set(given))
+    if found:
+        origins = {name: sources.launch.arguments[name].origin for name in found if name in sources.launch.arguments}
+        raise InputError(f"{', '.join(found)} cannot stand in the Accelerate config beside deepspeed_config_file {file}",
+                         where=str(next(iter(origins.values()), file)), help=f"remove them there and set them in {file}")  # fmt: skip
+
+
+# ---------------------------------------------------------------- the config in full
+def apply(sources: Sources, document: Document) -> None:
+    """Complete the config as the program that owns the loop does, check it, and put its fields."""
+    sources.settings.put("strategy", "zero", document.origin("zero_optimization.stage"))
+    if sources.loop in ("deepspeed", "torch"):
+        _complete_raw(sources, document)
+    else:
+        if sources.is_trainer:
+            _complete_trainer(sources, document)
+        _complete_plugin(sources, document)
+        _complete_hidden_size(sources, document)
+        if not sources.is_trainer:
+            _complete_accelerate(sources, document)
+    _complete_deprecated(document)
+    effective = deepspeed_installed.validated(document.tree, document.name) if sources.options.get("validate", True) else None
+    _put_zero(sources, document, effective)
+    _put_optimizer(sources, document)
+    _put_clipping(sources, document)
+    _note(sources, document)
+
+
+def _complete_raw(sources: Sources, document: Document) -> None:
+    """Plain DeepSpeed: "auto" inside pydantic sections is dropped, an "auto" batch size is an error (config_utils.py)."""
+    for key in (*_BATCH, "gradient_clipping"):
+        if document.get(key) == "auto":
+            message = f'{key} is "auto", which the Trainer or Accelerate fill, and neither runs here'
+            raise InputError(message, where=str(document.origin(key)), help="write a number")
+    for section in [value for value in document.tree.values() if isinstance(value, dict)]:
+        _drop_auto(section)
+    triple(sources, document)
+
+
+def _drop_auto(section: dict[str, Any]) -> None:
+    for key, value in list(section.items()):
+        if value == "auto":
+            del section[key]
+        elif isinstance(value, dict):
+            _drop_auto(value)
+
+
+def triple(sources: Sources, document: Document) -> None:
+    """Any two of the batch sizes give the third (deepspeed/runtime/config.py:_set_batch_related_parameters), or contradict each other."""
+    world = max(1, sources.launch.world_size // int(document.get("sequence_parallel_size") or 1))
+    total, micro, steps = (_count(document, key) for key in _BATCH)
+    stated_total = total
+    if total is None and micro is None:
+        stated = sources.settings.get("micro_batch_size")
+        if stated is None:
+            raise InputError("neither train_batch_size nor train_micro_batch_size_per_gpu is given", where=document.name,
+                             help="add train_micro_batch_size_per_gpu")  # fmt: skip
+        micro = int(stated)
+    if micro is None:
+        micro = int(total or 0) // world // (steps or 1)
+    if steps is None:
+        steps = max(1, total // micro // world) if total is not None and micro else 1
+    if stated_total is not None and stated_total != micro * steps * world:
+        product = f"micro-batch {micro} x accumulation {steps} x {world} ranks = {micro * steps * world}"
+        raise InputError(f"train_batch_size {stated_total} is not {product}",
+                         where=", ".join(str(document.origin(key)) for key in _BATCH if document.has(key)),
+                         help=f"set train_batch_size to {max(1, micro) * steps * world}, or drop it")  # fmt: skip
+    for field, key, value in (("micro_batch_size", _BATCH[1], micro), ("gradient_accumulation_steps", _BATCH[2], steps)):
+        source = document.origin(key) if document.has(key) else document.origin(_BATCH[0])
+        if document.has(key) or document.has(_BATCH[0]) or field not in sources.settings:
+            sources.settings.put(field, value, source)
+
+
+def _count(document: Document, key: str) -> int | None:
+    value = document.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or int(value) != value:
+        raise InputError(f"{key} is {value!r}, not a positive number", where=str(document.origin(key)), help="write 1 or more")
+    return int(value)
+
+
+# ---------------------------------------------------------------- Trainer
+def _complete_trainer(sources: Sources, document: Document) -> None:
+    """HfTrainerDeepSpeedConfig.trainer_config_process: fill "auto", and refuse what differs from TrainingArguments."""
+    world = sources.launch.world_size
+    args = sources.args
+    micro, steps = sources.settings.get("micro_batch_size"), sources.settings.get("gradient_accumulation_steps")
+    micro_origin = sources.settings.origin("micro_batch_size") or Origin("TrainingArguments", "per_device_train_batch_size")
+    steps_origin = sources.settings.origin("gradient_accumulation_steps") or Origin("TrainingArguments", "gradient_accumulation_steps")
+    precision = training_args.mixed_precision(sources) if sources.loop in ("sft", "dpo") else None
+    bf16, fp16 = (args.setting(name) or Setting(False, Origin("TrainingArguments", name)) for name in ("bf16", "fp16"))
+    if precision is not None:
+        bf16 = Setting(precision.value == "bf16", precision.origin)
+    expected = {
+        "train_micro_batch_size_per_gpu": Setting(micro, micro_origin), "gradient_accumulation_steps": Setting(steps, steps_origin),
+        "train_batch_size": Setting(world * int(micro or 1) * int(steps or 1), micro_origin),
+        "gradient_clipping": args.setting("max_grad_norm") or Setting(1.0, Origin("TrainingArguments", "max_grad_norm")),
+        "fp16.enabled": Setting(bool(fp16.value or args.get("fp16_full_eval")), fp16.origin),
+        "bf16.enabled": Setting(bool(bf16.value or args.get("bf16_full_eval")), bf16.origin),
+        "optimizer.params.lr": args.setting("learning_rate"), "optimizer.params.weight_decay": args.setting("weight_decay"),
+        "optimizer.params.eps": args.setting("adam_epsilon"),
+        "optimizer.params.betas": Setting([args.get("adam_beta1"), args.get("adam_beta2")], Origin("TrainingArguments", "adam_beta1")),
+    }  # fmt: skip
+    unchecked = ("train_micro_batch_size_per_gpu", "train_batch_size") if args.get("auto_find_batch_size") else ()
+    for key, setting in expected.items():
+        if setting is None:
+            continue
+        document.fill(key, setting)
+        value = document.get(key)
+        if value is not None and value != setting.value and key not in unchecked and None not in _flat(setting.value):
+            raise InputError(f"{key} is {value} in the DeepSpeed config, but {setting.value} in the training arguments ({setting.origin})",
+                             where=str(document.origin(key)), help=f'set {key} to "auto" or to {setting.value}')  # fmt: skip
+
+
+def _flat(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+# ---------------------------------------------------------------- Accelerate
+def _complete_plugin(sources: Sources, document: Document) -> None:
+    """DeepSpeedPlugin.__post_init__ with a config, then set_mixed_precision."""
+    if not isinstance(document.get("zero_optimization"), dict):
+        raise InputError("the DeepSpeed config has no zero_optimization section", where=document.name,
+                         help='add "zero_optimization": {"stage": 0..3}')  # fmt: skip
+    if not document.has("gradient_accumulation_steps"):
+        document.put("gradient_accumulation_steps", 1, Origin(default_of("accelerate"), "gradient_accumulation_steps"))
+    for key, name, default in _PLUGIN:
+        setting = fsdp.variable(sources, name, default)
+        document.fill(key, Setting(_literal(setting.value), setting.origin))
+    _complete_mixed_precision(sources, document)
+
+
+def _complete_mixed_precision(sources: Sources, document: Document) -> None:
+    """DeepSpeedPlugin.set_mixed_precision: a missing section is added, the other dtype must not be on."""
+    mixed = training_args.mixed_precision(sources)
+    wanted = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(str(mixed.value).lower())
+    for section in ("bf16", "fp16"):
+        if wanted == section and document.get(section) is None:
+            document.put(f"{section}.enabled", True, mixed.origin)
+        document.fill(f"{section}.enabled", Setting(wanted == section, mixed.origin))
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(wanted or "")
+    if other and str(document.get(f"{other}.enabled")).lower() == "true":
+        raise InputError(f"mixed_precision is {mixed.value} ({mixed.origin}), but the DeepSpeed config turns {other} on",
+                         where=str(document.origin(f"{other}.enabled")),
+                         help=f"set {other}.enabled to false, or mixed_precision to {other}")  # fmt: skip
+
+
+def _complete_accelerate(sources: Sources, document: Document) -> None:
+    """Accelerator._prepare_deepspeed: the dataloader's batch size, accumulation from the Accelerator, clipping 1.0."""
+    settings = sources.settings
+    steps_origin = settings.origin("gradient_accumulation_steps") or Origin(default_of("accelerate"), "gradient_accumulation_steps")
+    document.fill("gradient_accumulation_steps", Setting(settings.get("gradient_accumulation_steps", 1), steps_origin))
+    clipping = fsdp.variable(sources, "ACCELERATE_GRADIENT_CLIPPING", 1.0)
+    document.fill("gradient_clipping", Setting(_literal(clipping.value), clipping.origin))
+    if document.get("train_micro_batch_size_per_gpu") in (None, "auto"):
+        if "micro_batch_size" not in settings:
+            training_args.fill_missing_sizes(sources)
+        micro = int(settings.get("micro_batch_size"))
+        origin = settings.origin("micro_batch_size") or Origin("dataloader", "batch_size")
+        document.put("train_micro_batch_size_per_gpu", micro, origin)
+    total = _literal(document.get("train_micro_batch_size_per_gpu")) * _literal(document.get("gradient_accumulation_steps"))
+    document.fill("train_batch_size", Setting(total * sources.launch.world_size, document.origin("train_micro_batch_size_per_gpu")))
+    triple(sources, document)
+
+
+def _complete_hidden_size(sources: Sources, document: Document) -> None:
+    """Bucket sizes of "auto" are made of the hidden size; the Trainer fills the stage-3 ones for stage 3 only."""
+    stage = document.get("zero_optimization.stage")
+    keys = [(key, rule) for key, rule, only3 in _HIDDEN
+            if document.get(key) == "auto" and not (only3 and sources.is_trainer and stage != 3)]  # fmt: skip
+    if not keys:
+        return
+    hidden = model_config.hidden_size(sources.config, nested=sources.is_trainer) if sources.config is not None else None
+    if hidden is None:
+        raise InputError(f'{keys[0][0].rpartition(".")[2]} is "auto", and the model has no hidden_size to make it of',
+                         where=str(document.origin(keys[0][0])), help="write a number of elements")  # fmt: skip
+    for key, rule in keys:
+        document.put(key, rule(hidden), Origin(document.name, key))
+        message = f'{key.rpartition(".")[2]} "auto" is {rule(hidden)} elements, from hidden size {hidden}'
+        sources.settings.note("LG224", "info", message, document.origin(key))
+
+
+def _complete_deprecated(document: Document) -> None:
+    """cpu_offload and cpu_offload_param are still accepted (deepspeed/runtime/zero/config.py)."""
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if document.get(f"zero_optimization.{old}") is True and not document.has(f"zero_optimization.{new}"):
+            document.put(f"zero_optimization.{new}.device", "cpu", Origin(document.name, f"zero_optimization.{old}"))
+
+
+# ---------------------------------------------------------------- fields
+def _put_zero(sources: Sources, document: Document, effective: Mapping[str, Any] | None) -> None:
+    """zero.*: stated values with the file as origin, the installed DeepSpeed's defaults, else ZeroSpec's (deepspeed 0.19.8)."""
+    default = Origin(default_of("deepspeed"))
+    for spec in dataclasses.fields(ZeroSpec):
+        if spec.name in _DERIVED:
+            continue
+        key = _ELSEWHERE.get(spec.name, f"zero_optimization.{spec.name}")
+        value = document.get(key)
+        origin = document.origin(key)
+        if value is None or value == "auto":
+            value = (effective or {}).get(key, spec.default)
+            origin = Origin(default.source, key)
+        sources.settings.put(f"zero.{spec.name}", _converted(spec.name, value, document, key), origin)
+    if document.get("zero_optimization.overlap_comm") is None and effective is None:
+        sources.settings.put("zero.overlap_comm", sources.settings.get("zero.stage") == 3, Origin(default.source, "overlap_comm"))
+    _put_dtype(sources, document)
+    _put_zero_init(sources, document)
+
+
+def _converted(name: str, value: Any, document: Document, key: str) -> Any:
+    if value is None:
+        return None
+    try:
+        if name in ("grad_accum_dtype", "communication_data_type"):
+            return dtype_name(str(value))
+        if name in _INTEGERS or name == "stage":
+            return int(float(value))
+        return value
+    except ValueError:
+        raise InputError(f"{key} is {value!r}", where=str(document.origin(key)), help="see the DeepSpeed configuration reference") from None
+
+
+def _put_dtype(sources: Sources, document: Document) -> None:
+    for section, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        if str(document.get(f"{section}.enabled")).lower() == "true":
+            sources.settings.put("zero.dtype", dtype, document.origin(f"{section}.enabled"))
+            break
+    else:
+        key = next((f"{section}.enabled" for section in ("bf16", "fp16") if document.has(f"{section}.enabled")), "")
+        sources.settings.put("zero.dtype", "float32", document.origin(key) if key else Origin(default_of("deepspeed"), "bf16.enabled"))
+    if document.get("torch_autocast.enabled") is True:
+        text = str(document.get("torch_autocast.dtype") or "bfloat16")
+        sources.settings.put("precision.autocast", dtype_name(text), document.origin("torch_autocast.enabled"))
+
+
+def _put_zero_init(sources: Sources, document: Document) -> None:
+    """zero.Init: the Trainer and Accelerate turn it on for stage 3 (ACCELERATE_DEEPSPEED_ZERO3_INIT); plain DeepSpeed leaves it to the
+    script. A config that was written for Accelerate by hand may switch it off."""
+    stage3 = sources.settings.get("zero.stage") == 3
+    if sources.loop in ("deepspeed", "torch"):
+        used = sources.source.used.get("Init") or sources.source.used.get("HfDeepSpeedConfig")
+        sources.settings.put("zero.zero_init", bool(used) and stage3, used or Origin(default_of("deepspeed"), "zero.Init not used"))
+        return
+    flag = fsdp.variable(sources, "ACCELERATE_DEEPSPEED_ZERO3_INIT", stage3)
+    sources.settings.put("zero.zero_init", stage3 and fsdp.boolean(flag.value, flag.origin), flag.origin)
+
+
+def _put_optimizer(sources: Sources, document: Document) -> None:
+    """The optimizer block (deepspeed/runtime/engine.py:_configure_basic_optimizer), or the client's own, mapped to the CPU when offloaded
+    (accelerate/utils/deepspeed.py:map_pytorch_optim_to_deepspeed)."""
+    settings = sources.settings
+    device = str(settings.get("zero.offload_optimizer") or "none")
+    on_cpu = device != "none" and document.get("zero_force_ds_cpu_optimizer", True) is not False
+    if document.has("optimizer.type"):
+        name, params = str(document.get("optimizer.type")), document.get("optimizer.params") or {}
+        origin = document.origin("optimizer.type")
+        key, implementation = deepspeed_installed.optimizer(name, params)
+        settings.put("optimizer.name", key, origin)
+        settings.put("optimizer.implementation", "cpu" if on_cpu else implementation, origin)
+        kept = {name: params[name] for name in ("amsgrad", "momentum", "adam_w_mode") if name in params}
+        if kept:
+            settings.put("optimizer.params", kept, document.origin("optimizer.params"))
+    elif on_cpu:
+        settings.put("optimizer.implementation", "cpu", document.origin("zero_optimization.offload_optimizer.device"))
+
+
+def _put_clipping(sources: Sources, document: Document) -> None:
+    """gradient_clipping of the engine; the Trainer's own clipping is not run under DeepSpeed."""
+    clipping = document.setting("gradient_clipping")
+    if clipping is None:
+        clipping = Setting(deepspeed_installed.GRADIENT_CLIPPING, Origin(default_of("deepspeed"), "gradient_clipping"))
+    value = _literal(clipping.value)
+    sources.settings.put("max_grad_norm", float(value) if isinstance(value, (int, float)) and value > 0 else None, clipping.origin)
+
+
+# ---------------------------------------------------------------- notes
+def _note(sources: Sources, document: Document) -> None:
+    note = sources.settings.note
+    for key, (severity, why) in _INERT.items():
+        value = document.get(key)
+        if value not in (None, False, {}) and not (isinstance(value, dict) and not any(value.values())):
+            note("LG220", severity, f"{key}: {why}", document.origin(key))
+    for key, what in _NOT_MODELLED.items():
+        if document.get(key) not in (None, False, {}):
+            note("LG320", "warning", f"{key} is not modelled: {what}", document.origin(key))
+    for key, limit in (("tensor_parallel.autotp_size", 1), ("sequence_parallel_size", 1)):
+        if int(document.get(key) or 0) > limit:
+            note("LG320", "warning", f"{key} {document.get(key)} is not modelled: predicted as data parallelism", document.origin(key))
+    for name in ("offload_optimizer", "offload_param"):
+        key = f"zero_optimization.{name}.device"
+        if document.get(key) == "nvme":
+            note("LG320", "warning", f"{name} to nvme is not modelled: predicted as offload to host memory", document.origin(key))
+    stage = int(sources.settings.get("zero.stage") or 0)
+    if sources.settings.get("zero.offload_param") not in (None, "none") and stage != 3:
+        origin = document.origin("zero_optimization.offload_param.device")
+        note("LG221", "warning", f"offload_param has no effect with stage {stage}", origin)
+        sources.settings.put("zero.offload_param", "none", origin)
+    for key in sorted(set(document.tree) - deepspeed_installed.KNOWN_KEYS):
+        note("LG222", "warning", f"DeepSpeed does not know the key {key} and ignores it", document.origin(key))

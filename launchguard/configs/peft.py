@@ -1,0 +1,154 @@
+"""LoRA and quantisation from TRL's ModelConfig names, LLaMA-Factory's, axolotl's, and from LoraConfig(...) in the script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launchguard.configs import precision
+from launchguard.configs._installed import dataclass_fields, default_of
+from launchguard.configs._sources import TRL_LOOPS, Sources
+from launchguard.errors import InputError
+from launchguard.job import Origin, Setting
+
+_NAMES: Mapping[str, tuple[str, ...]] = {  # field -> argument names, TRL's first
+    "r": ("lora_r", "lora_rank", "peft_lora_r", "lora_dim"),
+    "lora_alpha": ("lora_alpha", "peft_lora_alpha"),
+    "lora_dropout": ("lora_dropout", "peft_lora_dropout"),
+    "target_modules": ("lora_target_modules", "lora_target", "target_modules"),
+    "modules_to_save": ("lora_modules_to_save", "modules_to_save", "additional_target"),
+    "use_dora": ("use_dora", "peft_use_dora"),
+    "bias": ("lora_bias", "bias"),
+}
+_SWITCHES = ("use_peft", "use_lora", "use_peft_lora", "lora", "enable_lora", "lora_enable")
+_METHODS = ("finetuning_type", "adapter", "peft_type", "tuner_type", "train_type")
+
+
+def apply(sources: Sources) -> None:
+    """Put lora.* and quantization.* when the job uses them."""
+    switch = _switch(sources)
+    _apply_quantization(sources)
+    if switch is None:
+        return
+    call = sources.source.first("LoraConfig")
+    trl = dataclass_fields("ModelConfig") if sources.loop in TRL_LOOPS and call is None else {}
+    found = {field: _lora_setting(sources, field, names) for field, names in _NAMES.items()}
+    for field, setting in found.items():
+        if setting is None and (known := trl.get(_NAMES[field][0])) is not None:
+            setting = Setting(known.default, known.origin)
+        if setting is not None and setting.value is not None:
+            sources.put(f"lora.{field}", Setting(_clean(field, setting), setting.origin))
+    sources.settings.default("lora.r", 8, Origin(default_of("peft"), "r"))
+
+
+def _switch(sources: Sources) -> Setting | None:
+    """The setting that turns LoRA on; None when the job trains all weights."""
+    args = sources.args
+    switch = args.stated(*_SWITCHES)
+    if switch is not None and isinstance(switch.value, bool):
+        return switch if switch.value else None
+    method = args.stated(*_METHODS)
+    if method is not None and method.value is not None:
+        if str(method.value).lower() in ("lora", "qlora", "dora"):
+            return method
+        if str(method.value).lower() not in ("full", "none", "false"):
+            message = f"{method.value} fine-tuning is not modelled: predicted as full training"
+            sources.settings.note("LG310", "warning", message, method.origin)
+        return None
+    call = sources.source.first("LoraConfig")
+    return Setting(True, call.origin) if call is not None else None
+
+
+def _lora_setting(sources: Sources, field: str, names: tuple[str, ...]) -> Setting | None:
+    call = sources.source.first("LoraConfig")
+    return sources.args.stated(*names) or (call.keywords.get(field) if call else None)
+
+
+def _clean(field: str, setting: Setting) -> Any:
+    value = setting.value
+    if field in ("target_modules", "modules_to_save"):
+        names = value.split(",") if isinstance(value, str) else [str(name) for name in value]
+        names = [name.strip() for entry in names for name in entry.split(",") if name.strip()]
+        if field == "target_modules" and len(names) == 1:
+            return _one_target(names[0])
+        return tuple(names)
+    try:
+        return {"r": int, "lora_alpha": float, "lora_dropout": float, "use_dora": bool}.get(field, str)(value)
+    except (TypeError, ValueError):
+        raise InputError(f"lora {field} is {value!r}", where=str(setting.origin), help="give a number") from None
+
+
+def _one_target(name: str) -> str | tuple[str, ...]:
+    """One name alone may be a pattern or keyword of PEFT's (trl ModelConfig.__post_init__); LLaMA-Factory says "all"."""
+    if name in ("all", "all-linear"):
+        return "all-linear"
+    return name if set(name) & set("*.|[(") else (name,)
+
+
+# ---------------------------------------------------------------- quantisation
+def _apply_quantization(sources: Sources) -> None:
+    args = sources.args
+    call = sources.source.first("BitsAndBytesConfig")
+    keywords = call.keywords if call else {}
+
+    def find(*names: str) -> Setting | None:
+        return args.stated(*names) or next((keywords[name] for name in names if name in keywords), None)
+
+    four, eight = find("load_in_4bit", "use_4bit_quantization", "use_4bit"), find("load_in_8bit", "use_8bit_quantization")
+    bits = args.stated("quantization_bit", "quant_bits", "bits")
+    method = args.stated("adapter")
+    if four is None and (str(bits.value if bits else "") == "4" or (method is not None and method.value == "qlora")):
+        four = Setting(True, (bits or method or Setting(None, Origin(""))).origin)
+    if eight is None and bits is not None and str(bits.value) == "8":
+        eight = Setting(True, bits.origin)
+    on4, on8 = bool(four and four.value), bool(eight and eight.value)
+    if on4 and on8:
+        raise InputError("load_in_4bit and load_in_8bit are both on", where=str(four.origin if four else ""), help="keep one of them")
+    if not (on4 or on8):
+        return
+    chosen = four if on4 else eight
+    origin = chosen.origin if chosen else Origin("")
+    kind = find("bnb_4bit_quant_type", "quantization_type")
+    if on4:
+        sources.put("quantization.method", kind or Setting(_default_kind(sources), origin))
+    else:
+        sources.put("quantization.method", Setting("int8", origin))
+    nested = find("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant")
+    sources.put("quantization.double_quant", nested)
+    _put_compute_dtype(sources, find("bnb_4bit_compute_dtype"), origin)
+    prepares = "prepare_model_for_kbit_training" in sources.source.used or not sources.is_trainer or not sources.source.name
+    sources.settings.put("quantization.prepare_kbit", prepares and sources.loop not in TRL_LOOPS, origin)
+    storage = find("bnb_4bit_quant_storage")
+    if storage is not None and storage.value not in (None, "uint8"):
+        message = f"bnb_4bit_quant_storage {storage.value}: same bytes, but FSDP can shard them"
+        sources.settings.note("LG310", "info", message, storage.origin)
+
+
+def _default_kind(sources: Sources) -> str:
+    """TRL's ModelConfig says nf4; BitsAndBytesConfig itself says fp4 (transformers utils/quantization_config.py)."""
+    return "fp4" if sources.source.first("BitsAndBytesConfig") is not None else "nf4"
+
+
+def _put_compute_dtype(sources: Sources, stated: Setting | None, origin: Origin) -> None:
+    """TRL passes the model's dtype (trl/trainer/utils.py:get_quantization_config); BitsAndBytesConfig's default is float32."""
+    if stated is not None and stated.value is not None:
+        sources.put("quantization.compute_dtype", precision.dtype_setting(stated, "bnb_4bit_compute_dtype"))
+    elif sources.loop in TRL_LOOPS:
+        sources.settings.put("quantization.compute_dtype", sources.settings.get("precision.load", "float32"), origin)
+    elif sources.source.first("BitsAndBytesConfig") is not None:
+        sources.settings.put("quantization.compute_dtype", "float32", Origin(default_of("transformers"), "bnb_4bit_compute_dtype"))
+
+
+def finish(sources: Sources) -> None:
+    """Rules that need the strategy (trl/trainer/sft_trainer.py:SFTTrainer.__init__, 1.16): ZeRO-3 keeps adapters in the base dtype and
+    forces reentrant checkpointing; adapters over a quantised base become bfloat16."""
+    settings = sources.settings
+    if sources.loop not in TRL_LOOPS or "lora.r" not in settings:
+        return
+    origin = Origin(f"trl {default_of('trl').rsplit(' ', 1)[-1]}", "SFTTrainer")
+    quantized = "quantization.method" in settings
+    zero3 = settings.get("strategy") == "zero" and settings.get("zero.stage") == 3
+    if quantized or zero3:
+        settings.default("lora.autocast_adapter_dtype", False, origin)
+    if zero3 and settings.get("activation_checkpointing.enabled"):
+        settings.put("activation_checkpointing.use_reentrant", True, origin)

@@ -1,0 +1,214 @@
+"""What the script's source text says: imports, the loop they imply, and values written as literals. It is parsed, never run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launchguard.job import LaunchSpec, Origin, Setting
+
+# Classes and functions whose call decides something; the value is a loop or a strategy.
+_LOOPS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "Seq2SeqTrainer": "trainer", "Trainer": "trainer"}
+_STRATEGIES = {"fully_shard": "fsdp2", "FSDP": "fsdp1", "FullyShardedDataParallel": "fsdp1",
+               "DDP": "ddp", "DistributedDataParallel": "ddp"}  # fmt: skip
+_ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig")
+_CLASS_LISTS = ("transformer_layer_cls", "module_classes")  # keywords that hold classes; their names are what matters
+_READ = _ARGUMENT_CLASSES + ("Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained", "from_config", "MixedPrecisionPolicy",
+                             "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "FSDP", "FullyShardedDataParallel", "fully_shard",
+                             "DDP", "DistributedDataParallel", "prepare_model_for_kbit_training", "initialize", "partial",
+                             "transformer_auto_wrap_policy", "ModuleWrapPolicy", *_LOOPS)  # fmt: skip
+_DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in the script. owner: what stands before the dot; keywords: those that are literals, or names argparse gave us."""
+
+    name: str
+    owner: str
+    origin: Origin
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Setting]
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags."""
+
+    name: str = ""
+    calls: tuple[Call, ...] = ()
+    used: Mapping[str, Origin] = field(default_factory=dict)
+    defaults: Mapping[str, Setting] = field(default_factory=dict)
+
+    def first(self, *names: str) -> Call | None:
+        """The first call of one of these names."""
+        return next((call for call in self.calls if call.name in names), None)
+
+    def loop(self) -> Setting | None:
+        """Whose training loop the script runs, if one of the known classes is used in it."""
+        for name, loop in _LOOPS.items():
+            if name in self.used:
+                return Setting(loop, self.used[name])
+        for call in self.calls:
+            if call.name == "initialize" and call.owner == "deepspeed":
+                return Setting("deepspeed", call.origin)
+        return Setting("accelerate", self.used["Accelerator"]) if "Accelerator" in self.used else None
+
+    def strategy(self) -> Setting | None:
+        """The wrapper that a hand-written loop puts round its model."""
+        for name, strategy in _STRATEGIES.items():
+            call = self.first(name)
+            if call is not None:
+                return Setting(strategy, call.origin)
+        return None
+
+    def arguments(self) -> dict[str, Setting]:
+        """Arguments of TrainingArguments(...) and its relatives that are written in the code."""
+        call = self.first(*_ARGUMENT_CLASSES)
+        return dict(call.keywords) if call else {}
+
+    def argument_class(self) -> str | None:
+        """The first class of training arguments that the script names."""
+        return next((name for name in reversed(_ARGUMENT_CLASSES) if name in self.used), None)
+
+    def task(self) -> Setting | None:
+        """The auto class whose from_pretrained or from_config makes the model."""
+        for call in self.calls:
+            if call.name in ("from_pretrained", "from_config") and call.owner.startswith("AutoModel"):
+                return Setting(call.owner, call.origin)
+        return None
+
+    def model_call(self) -> Call | None:
+        """The call that loads the model."""
+        return next((call for call in self.calls if call.name == "from_pretrained" and "Model" in call.owner), None)
+
+    def model_name(self) -> Setting | None:
+        """The model's name where it is written in the code: from_pretrained("x"), SFTTrainer("x", ...), SFTTrainer(model="x")."""
+        for call in (self.model_call(), self.first(*_LOOPS)):
+            if call is None:
+                continue
+            named = call.keywords.get("model") or call.keywords.get("pretrained_model_name_or_path")
+            value = named.value if named else call.positional[0] if call.positional else None
+            if isinstance(value, str):
+                return Setting(value, call.origin)
+        return None
+
+    def wrapped_classes(self) -> Setting | None:
+        """Names of the layer classes that an FSDP1 wrap policy is given."""
+        for call in self.calls:
+            for name in _CLASS_LISTS:
+                if name in call.keywords:
+                    return call.keywords[name]
+        return None
+
+
+def read(launch: LaunchSpec) -> ScriptSource:
+    """The source of the launch's script; empty when there is none, it is not Python, or it does not parse (it would not run either)."""
+    path = _path(launch)
+    if path is None:
+        return ScriptSource()
+    try:
+        with open(path, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return ScriptSource()
+    name = launch.script if launch.script and not launch.is_module else os.path.relpath(path, launch.cwd)
+    reader = _Reader(name)
+    reader.visit(tree)
+    return ScriptSource(name, tuple(reader.calls), reader.used, reader.defaults)
+
+
+def _path(launch: LaunchSpec) -> str | None:
+    """The script's file. A module is looked for under cwd and sys.path by name: finding it the usual way would import its parents."""
+    if launch.script is None:
+        return None
+    if not launch.is_module:
+        path = os.path.join(launch.cwd, launch.script)
+        return path if os.path.isfile(path) else None
+    relative = launch.script.replace(".", os.sep)
+    for folder in (launch.cwd, *sys.path):
+        for candidate in (os.path.join(folder, relative + ".py"), os.path.join(folder, relative, "__main__.py")):
+            if os.path.isfile(candidate):
+                return candidate
+    return None
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[Call] = []
+        self.used: dict[str, Origin] = {}
+        self.defaults: dict[str, Setting] = {}
+        self._constants: dict[str, Any] = {}
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.used.setdefault(node.id, self._origin(node))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.used.setdefault(node.attr, self._origin(node))
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            known, value = _value(node.value, self._constants)
+            if known:
+                self._constants[node.targets[0].id] = value
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name, owner = _callee(node.func)
+        if name == "add_argument":
+            self._argparse(node)
+        elif name in _READ:
+            self.calls.append(Call(name, owner, self._origin(node), tuple(self._positional(node)), dict(self._keywords(node))))
+        self.generic_visit(node)
+
+    def _origin(self, node: ast.AST) -> Origin:
+        return Origin(self.name, str(getattr(node, "lineno", 0)))
+
+    def _positional(self, node: ast.Call) -> Iterator[Any]:
+        for argument in node.args:
+            yield _value(argument, self._constants)[1]
+
+    def _keywords(self, node: ast.Call) -> Iterator[tuple[str, Setting]]:
+        for keyword in node.keywords:
+            if keyword.arg in _CLASS_LISTS and isinstance(keyword.value, (ast.Set, ast.List, ast.Tuple)):
+                yield keyword.arg, Setting(tuple(_callee(element)[0] for element in keyword.value.elts), self._origin(keyword.value))
+                continue
+            known, value = _value(keyword.value, self._constants)
+            if keyword.arg is not None and known:
+                yield keyword.arg, Setting(value, self._origin(keyword.value))
+
+    def _argparse(self, node: ast.Call) -> None:
+        """add_argument("--x", default=8): what the script uses when the flag is not given."""
+        flags = [value for known, value in (_value(argument, {}) for argument in node.args) if known and isinstance(value, str)]
+        default = next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
+        known, value = _value(default, self._constants) if default is not None else (False, None)
+        for flag in flags:
+            if flag.startswith("--") and known and value is not None:
+                self.defaults[flag[2:].replace("-", "_")] = Setting(value, self._origin(node))
+
+
+def _callee(function: ast.expr) -> tuple[str, str]:
+    """(name, owner) of f, a.f, a.b.f."""
+    if isinstance(function, ast.Name):
+        return function.id, ""
+    if isinstance(function, ast.Attribute):
+        return function.attr, _callee(function.value)[0]
+    return "", ""
+
+
+def _value(node: ast.expr, constants: Mapping[str, Any]) -> tuple[bool, Any]:
+    """(known, value) of a literal, a module constant, or torch.bfloat16."""
+    if isinstance(node, ast.Attribute) and node.attr in _DTYPES:
+        return True, node.attr
+    if isinstance(node, ast.Name):
+        return node.id in constants, constants.get(node.id)
+    try:
+        return True, ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError):
+        return False, None

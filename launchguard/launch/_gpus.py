@@ -1,0 +1,55 @@
+"""How many GPUs a launcher would find on this node, without CUDA: NVML, narrowed by CUDA_VISIBLE_DEVICES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from launchguard.errors import InputError
+from launchguard.job import Origin
+
+
+def nvml_gpus() -> int:
+    """GPUs that NVML sees; 0 when there is no driver or no pynvml."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no driver, no library, no permission: all mean that nothing can be seen from here
+        return 0
+
+
+def visible_devices(env: Mapping[str, str]) -> list[str] | None:
+    """Entries of CUDA_VISIBLE_DEVICES up to the first invalid one, as the CUDA runtime reads them; None when it is not set."""
+    text = env.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    entries = []
+    for entry in text.split(","):
+        if not entry.strip() or entry.strip() == "-1":
+            break
+        entries.append(entry.strip())
+    return entries
+
+
+def count_gpus(env: Mapping[str, str], gpus_per_node: int | None = None) -> tuple[int, Origin]:
+    """(GPUs a process on this node would see, why); 0 when none can be seen from here."""
+    if gpus_per_node is not None:
+        return gpus_per_node, Origin("command line", "--gpus-per-node")
+    visible = visible_devices(env)
+    if visible is not None:
+        return len(visible), Origin("environment", "CUDA_VISIBLE_DEVICES")
+    return nvml_gpus(), Origin("this machine", "GPUs seen by NVML")
+
+
+def local_gpus(env: Mapping[str, str], gpus_per_node: int | None, *, flag: str) -> tuple[int, Origin]:
+    """As count_gpus, but none is an error. flag: the launcher's own way to state the number."""
+    gpus, origin = count_gpus(env, gpus_per_node)
+    if gpus < 1:
+        fact = "CUDA_VISIBLE_DEVICES hides every GPU" if origin.source == "environment" else "no GPU can be seen on this machine"
+        raise InputError(f"the number of processes is not stated, and {fact}", where="launch command",
+                         help=f"state it: {flag}, or launchguard's --gpus-per-node N for the machine it will run on")  # fmt: skip
+    return gpus, origin

@@ -1,0 +1,64 @@
+"""Calling another program's argument parser without letting it print, exit or name itself after us."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any, TypeVar
+
+from launchguard.errors import InputError
+
+T = TypeVar("T")
+
+
+def version_of(distribution: str) -> str:
+    """Installed version of a distribution, "?" when it has no metadata."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def library(module: str, distribution: str) -> Any:
+    """A module of an installed library, imported now. Raises InputError with the pip command when it is not there."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"{distribution} cannot be imported, so its launch line cannot be read ({error})",
+                         where=module, help=f"pip install {distribution}") from error  # fmt: skip
+
+
+def without_exit(parse: Callable[[], T], launcher: str) -> T:
+    """parse(), with a parser's exit turned into an InputError that carries the parser's own last line."""
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+            return parse()
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise InputError(f"{launcher} would print a text and exit: nothing is launched", where=launcher) from None
+        raise InputError(_last_line(output.getvalue()) or f"{launcher} rejects its arguments", where=launcher,
+                         help=f"see {launcher} --help") from None  # fmt: skip
+
+
+@contextlib.contextmanager
+def refusals(launcher: str, where: str = "") -> Iterator[None]:
+    """What a launcher raises about its input becomes an InputError; its chatter on stdout and stderr is dropped."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except InputError:
+        raise
+    except (ValueError, AssertionError, RuntimeError, OSError, KeyError, TypeError, AttributeError) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{launcher} refuses: {text}", where=where or launcher) from error
+
+
+def _last_line(text: str) -> str:
+    """ "prog: error: the following arguments are required: x" -> the part behind the program's name."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return re.sub(r"^\S+( \S+)*?: error: ", "", lines[-1]) if lines else ""

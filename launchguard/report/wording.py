@@ -1,0 +1,96 @@
+"""Words and figures that every rendering shares: GiB appear here and nowhere below."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from launchguard.job import JobSpec
+from launchguard.units import GIB, MIB
+from launchguard.verdict import RankPrediction
+
+CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "communication", "temporaries", "overhead")
+
+# Too large to print, and told by another field: the parsed config.json stands behind model.source.
+_NOT_SHOWN = frozenset({"model.config"})
+
+
+class EffectiveValue(NamedTuple):
+    """One field of the job as it will run, and who set it."""
+
+    field: str
+    value: Any
+    origin: str
+
+
+def gib(nbytes: int, digits: int = 1) -> str:
+    """Bytes as text: "41.2 GiB"; below 0.1 GiB "12.5 MiB"."""
+    if 0 < abs(nbytes) < GIB // 10:
+        return f"{nbytes / MIB:.{digits}f} MiB"
+    return f"{nbytes / GIB:.{digits}f} GiB"
+
+
+def telling_digits(a: int, b: int) -> int:
+    """Digits after the point that tell two sizes apart, at most 3."""
+    for digits in (1, 2):
+        if gib(a, digits) != gib(b, digits):
+            return digits
+    return 3
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """ "rank 7", "ranks 0-6", "ranks 0-2, 5" """
+    ordered = sorted(ranks)
+    spans: list[tuple[int, int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    listed = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
+
+
+def place(phase: str, module: str) -> str:
+    """ "backward of model.layers.31", or the phase alone."""
+    return f"{phase} of {module}" if module else phase
+
+
+def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction | None:
+    """The prediction with the most device bytes; the first one among equals."""
+    return max(ranks, key=lambda rank: rank.peak.device_bytes, default=None)
+
+
+def grouped_ranks(ranks: Sequence[RankPrediction]) -> list[RankPrediction]:
+    """Predictions that read the same are one, with all their ranks."""
+    groups: dict[Any, RankPrediction] = {}
+    for rank in ranks:
+        key = (rank.phases, rank.peak, tuple(rank.breakdown.items()), rank.oom)
+        old = groups.get(key)
+        groups[key] = rank if old is None else dataclasses.replace(old, ranks=tuple(sorted({*old.ranks, *rank.ranks})))
+    return list(groups.values())
+
+
+def effective_configuration(job: JobSpec) -> Iterator[EffectiveValue]:
+    """Every field that some source has set, with the source that won, the launch first; fields nobody set are left out."""
+    launch = job.launch
+    yield EffectiveValue("launcher", launch.launcher, "command line")
+    yield EffectiveValue("world_size", launch.world_size, str(launch.world_size_origin))
+    for name, origin in job.origins.items():
+        value = None if name in _NOT_SHOWN else plain(job.get(name))
+        if value is not None:
+            yield EffectiveValue(name, value, str(origin))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON knows it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,412 @@
+"""ZeRO-3: zero/stage3.py, zero/parameter_offload.py and zero/partition_parameters.py (deepspeed 0.19.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launchguard.events import Category
+from launchguard.job import OptimizerSpec
+from launchguard.strategies._zero3_coordinator import AVAILABLE, Coordinator, Flight
+from launchguard.strategies._zero_base import ALLGATHER_STREAM, NORM_BYTES, REDUCE_STREAM, ZeroEngine
+from launchguard.strategies.optimizer_step import OptimizerStates
+from launchguard.units import ceil_div, dtype_bytes
+
+# zero/leaf_module_config.py:DEFAULT_LEAF_MODULE_CLASSES: fetched whole, no hooks inside
+LEAF_CLASSES = frozenset({"MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"})
+_NORM_CHUNK = 250_000_000  # stage3.py:_constant_buffered_norm2, elements
+
+
+class ShardedEngine(ZeroEngine):
+    """Parameters, gradients and optimizer states partitioned; every parameter on its own, padded to the number of ranks."""
+
+    # load and prepare ----------------------------------------------------------------------------------------------
+    def load(self) -> None:
+        """Under deepspeed.zero.Init a module's parameters are made on the device, cast, and partitioned when its __init__ ends."""
+        self.q = [ceil_div(n, self.world) for n in self.numel]
+        self.parts: dict[int, int] = {}
+        self.secondary: dict[int, int] = {}
+        self.persistent = [n <= self.zero.stage3_param_persistence_threshold for n in self.numel]
+        self.offload_param = self.zero.offload_param != "none"
+        if self.zero.zero_init:
+            self.alloc_buffers()
+            made = dtype_bytes(self.job.precision.load)
+            for params in self._by_owner():
+                for i in params:
+                    self._create(i, made)
+                for i in params:
+                    self._partition(i)
+
+    def _by_owner(self) -> list[list[int]]:
+        """Parameters by the module that owns them directly, in model order."""
+        owners: dict[int, list[int]] = {}
+        for i, p in enumerate(self.trace.params):
+            owners.setdefault(p.module, []).append(i)
+        return list(owners.values())
+
+    def _create(self, i: int, made: int) -> None:
+        first = self.stream.alloc(self.numel[i] * made, Category.PARAMETERS, "parameters being created")
+        if made != self.b:
+            self.model[i] = self.stream.alloc(self.param_bytes(i), Category.PARAMETERS, f"{self.word} parameters")
+            self.stream.free(first)
+        else:
+            self.model[i] = first
+
+    def prepare(self) -> None:
+        zero = self.zero
+        if not zero.zero_init:
+            self.model_to_device()
+        if not self.offload:
+            self.overflow_flag()
+        if not zero.zero_init:
+            for i in range(len(self.numel)):
+                self._partition(i)
+        self.gathered: dict[int, int] = {}
+        self.gather_stream = ALLGATHER_STREAM if zero.overlap_comm else 0
+        self.side = REDUCE_STREAM if zero.overlap_comm else 0
+        self._make_modules()
+        self._make_states()
+        self._make_gradients()
+        for i in self.params:  # create_reduce_and_remove_grad_hooks gathers each parameter once
+            self.stream.touch(self.q[i] * self.world * self.b, Category.PARAMETERS, "gathered parameters")
+        self.mark_host("prepare")
+
+    def _partition(self, i: int) -> None:
+        """partition_parameters.py:_partition_param, and the secondary copy of hpZ."""
+        stream = self.stream
+        k = self.zero.zero_hpz_partition_size
+        if k > 1:
+            self._make_secondary(i)
+        if not self.offload_param or self.persistent[i]:
+            self.parts[i] = stream.alloc(self.q[i] * self.b, Category.PARAMETERS, f"{self.word} partition")
+        stream.free(self.model.pop(i))
+
+    def _make_secondary(self, i: int) -> None:
+        if i not in self.secondary:
+            nbytes = self.q[i] * self.world // self.zero.zero_hpz_partition_size * self.b
+            self.secondary[i] = self.stream.alloc(nbytes, Category.PARAMETERS, "hpZ secondary partition")
+
+    def _make_modules(self) -> None:
+        """parameter_offload.py: hooks on every module, none inside a leaf module, which fetches all that it holds."""
+        modules = self.trace.modules
+        self.leaf_of = [-1] * len(modules)
+        for m, info in enumerate(modules):
+            above = self.leaf_of[info.parent] if info.parent >= 0 else -1
+            self.leaf_of[m] = above if above >= 0 else m if info.cls in LEAF_CLASSES else -1
+        self.hooked = [leaf < 0 or leaf == m for m, leaf in enumerate(self.leaf_of)]
+        params_of: list[list[int]] = [[] for _ in modules]
+        for i, p in enumerate(self.trace.params):
+            for m in dict.fromkeys(self.leaf_of[o] if self.leaf_of[o] >= 0 else o for o in p.owners):
+                params_of[m].append(i)
+        self.params_of = params_of
+        self.leaf_params = {i: m for m, params in enumerate(params_of) if self.leaf_of[m] == m for i in params}
+        self.held_in_leaf: dict[int, list[tuple[int, int]]] = {}
+        self.weight_of = self._linear_biases()
+        self.held_bias: dict[int, tuple[int, int]] = {}
+        self.seen: set[int] = set()
+        zero = self.zero
+        self.coordinator = Coordinator(
+            self, params_of, self.numel, self.persistent, [p.requires_grad for p in self.trace.params],
+            zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance,
+        )  # fmt: skip
+
+    def _linear_biases(self) -> dict[int, int]:
+        """Bias -> weight of linear layers that train both."""
+        params = self.trace.params
+        index = {p.name: i for i, p in enumerate(params)}
+        pairs = {}
+        for i, p in enumerate(params):
+            weight = index.get(p.name.removesuffix("bias") + "weight", -1)
+            if p.name.endswith("bias") and weight >= 0 and self.trace.modules[p.module].cls == "Linear":
+                if p.requires_grad and params[weight].requires_grad:
+                    pairs[i] = weight
+        return pairs
+
+    # states --------------------------------------------------------------------------------------------------------
+    def _make_states(self) -> None:
+        """stage3.py:_create_fp16_partitions_with_defragmentation, _create_fp32_partitions, initialize_optimizer_states."""
+        stream = self.stream
+        self.params = [i for group in self.groups for i in group]
+        self.subgroups = [s for group in self.groups for s in self._split(group)]
+        self.sizes = [sum(self.q[i] for i in s) for s in self.subgroups]
+        total = sum(self.sizes)
+        stream.free(*(self.parts.pop(i, 0) for i in self.params))
+        if self.offload_param:
+            self.keep_host("parameter partition", self.pinned(total * self.b))
+        else:
+            stream.empty_cache()
+            stream.alloc(total * self.b, Category.PARAMETERS, f"{self.word} partition")
+        on_host = len(self.sizes) - int((1 - self.zero.offload_ratio) * len(self.sizes)) if self.offload else 0
+        self.device_groups = range(len(self.sizes) - on_host)
+        self.host_groups = range(len(self.sizes) - on_host, len(self.sizes))
+        self._make_masters()
+        if self.offload:
+            for k in self.host_groups:
+                self.keep_host("fp32 master partition", self.sizes[k] * self.master)
+                self.keep_host("fp32 gradient partition", self.pinned(self.sizes[k] * self.master))
+            for k in self.device_groups:
+                stream.alloc(self.sizes[k] * self.master, Category.GRADIENTS, "fp32 gradient partition")
+        else:
+            stream.touch(max(self.sizes) * self.master, Category.GRADIENTS, "fp32 gradient partition")
+        self.optimizers = [self._optimizer(k) for k in self.device_groups]
+
+    def _split(self, group: list[int]) -> list[list[int]]:
+        """_create_fp16_sub_groups: a sub-group closes with the parameter that fills it."""
+        limit = self.zero.sub_group_size
+        if limit >= sum(self.q[i] for i in group):
+            return [group]
+        groups: list[list[int]] = [[]]
+        filled = 0
+        for i in group:
+            if filled >= limit:
+                groups.append([])
+                filled = 0
+            groups[-1].append(i)
+            filled += self.q[i]
+        return groups
+
+    def _make_masters(self) -> None:
+        """`.to()` and `.clone()` of each sub-group coexist; the converted one lives until the next is made."""
+        stream, converted = self.stream, 0
+        for k in self.device_groups:
+            nbytes = self.sizes[k] * self.master
+            if self.dtype != self.master_dtype:
+                previous, converted = converted, stream.alloc(nbytes, Category.TEMPORARIES, "fp32 master partition")
+                stream.free(previous)
+            stream.alloc(nbytes, Category.OPTIMIZER_STATES, "fp32 master partition")
+        stream.free(converted)
+
+    def _optimizer(self, k: int) -> OptimizerStates:
+        """The optimizer over one sub-group; a partly offloaded job updates those on the device with torch's AdamW."""
+        if self.offload:
+            spec = OptimizerSpec("adamw", "foreach", self.job.optimizer.params)
+            return OptimizerStates(self.stream, spec, [[[((self.sizes[k],), self.master_dtype)]]])
+        return self.optimizer_of([self.sizes[k]])
+
+    def _make_gradients(self) -> None:
+        """_setup_for_real_optimizer: the ipg bucket is allocated at init, for good; so are the gradient partitions."""
+        zero, total = self.zero, sum(self.sizes)
+        if zero.contiguous_gradients:
+            self.stream.alloc(zero.reduce_bucket_size * self.comm, Category.COMMUNICATION, "ipg bucket")
+        if self.offload:
+            self.keep_host("averaged gradients", self.pinned(total * self.acc))
+        else:
+            self.stream.alloc(total * self.acc, Category.GRADIENTS, "averaged gradients")
+        self.bucket: list[tuple[int, int]] = []  # (parameter, handle of its own gradient; 0: it lies in the ipg bucket)
+        self.filled = 0
+        self.micro_step = 0
+
+    # gathers: the Memory that the coordinator drives ---------------------------------------------------------------
+    def gather(self, params: Sequence[int]) -> Flight:
+        """all_gather_coalesced. One parameter: the gathered buffer is the parameter. Several: one flat buffer, copied on arrival.
+        A partition that lies on the host is copied to the device first."""
+        stream = self.stream
+        if self.world == 1:
+            for i in params:
+                nbytes = self.numel[i] * self.b if self.offload_param else 0
+                self.gathered[i] = stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+            return Flight(params, 0)
+        padded = sum(self._padded(i) for i in params) * self.b
+        if len(params) == 1:
+            flat = 0
+            self.gathered[params[0]] = stream.alloc(padded, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+        else:
+            flat = stream.alloc(padded, Category.COMMUNICATION, "all-gather", self.gather_stream)
+        if self.offload_param:
+            sources = [stream.alloc(self.q[i] * self.b, Category.COMMUNICATION, "all-gather", self.gather_stream) for i in params]
+            stream.free(*sources)
+        return Flight(params, flat)
+
+    def _padded(self, i: int) -> int:
+        return self.q[i] * self.world
+
+    def arrive(self, flight: Flight) -> None:
+        if flight.flat:
+            for i in flight.params:
+                nbytes = self.numel[i] * self.b
+                self.gathered[i] = self.stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+
+    def land(self, flight: Flight) -> None:
+        self.stream.free(flight.flat)
+
+    def release(self, param: int) -> None:
+        if self.zero.zero_hpz_partition_size > 1:
+            self._make_secondary(param)
+        self.stream.free(self.gathered.pop(param))
+
+    # micro-batch ---------------------------------------------------------------------------------------------------
+    def forward_begin(self) -> None:
+        self.coordinator.reset_step()
+
+    def enter(self, module: int, recompute: bool) -> None:
+        if self.hooked[module]:
+            self.coordinator.fetch(module, True, recompute)
+
+    def exit(self, module: int, recompute: bool) -> None:
+        if self.hooked[module]:
+            self.coordinator.release(module, True)
+
+    def backward_enter(self, module: int) -> None:
+        if self.hooked[module]:
+            self.coordinator.fetch(module, False, False)
+
+    def backward_exit(self, module: int) -> None:
+        if self.hooked[module]:
+            self.coordinator.release(module, False)
+            self._leave_leaf(module)
+
+    def grad(self, param: int, handle: int) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads. Gradients inside a leaf module wait for its backward to end. Linear layers run
+        zero/linear.py:LinearFunctionForZeroStage3, which hands over the weight's gradient first; torch's own, the bias's."""
+        leaf, weight = self.leaf_params.get(param), self.weight_of.get(param, -1)
+        if leaf is not None:
+            self.held_in_leaf.setdefault(leaf, []).append((param, handle))
+        elif weight >= 0 and weight not in self.seen:
+            self.held_bias[weight] = (param, handle)
+        else:
+            self.seen.add(param)
+            self._to_bucket(param, handle)
+            bias = self.held_bias.pop(param, None)
+            if bias is not None:
+                self._to_bucket(*bias)
+
+    def _leave_leaf(self, module: int) -> None:
+        for param, handle in sorted(self.held_in_leaf.pop(module, [])):
+            self._to_bucket(param, handle)
+
+    def _to_bucket(self, param: int, handle: int) -> None:
+        n, size = self.numel[param], self.zero.reduce_bucket_size
+        if self.bucket and self.filled + n > size:
+            self._reduce()
+        copied = self.zero.contiguous_gradients and self.filled + n <= size
+        self.bucket.append((param, 0 if copied else handle))
+        self.filled += n
+        if copied:
+            self.stream.free(handle)
+
+    def backward_end(self) -> None:
+        """independent_gradient_partition_epilogue, release_backward_leftovers."""
+        for module in list(self.held_in_leaf):
+            self._leave_leaf(module)
+        for bias in self.held_bias.values():
+            self._to_bucket(*bias)
+        self.held_bias, self.seen = {}, set()
+        self._reduce()
+        self.coordinator.release_leftovers()
+        self.micro_step += 1
+
+    # reduction -----------------------------------------------------------------------------------------------------
+    def _reduce(self) -> None:
+        """__reduce_and_partition_ipg_grads."""
+        if not self.bucket:
+            return
+        zero = self.zero
+        if zero.contiguous_gradients and self.filled <= zero.reduce_bucket_size and not zero.reduce_scatter:
+            held = self._allreduce_bucket()
+        else:
+            held = self._reduce_scatter()
+        for param, handle in self.bucket:
+            if self.offload:
+                self._to_host(param)
+            self.stream.free(handle)
+        self.stream.free(*held)
+        self.bucket, self.filled = [], 0
+
+    def _reduce_scatter(self) -> list[int]:
+        """__avg_scatter_grads with comm/coalesced_collectives.py:reduce_scatter_coalesced: chunks of all gradients, padded, in one copy;
+        a single gradient that divides evenly is reduced in place."""
+        stream = self.stream
+        params = sorted(p for p, _ in self.bucket)
+        casts = []
+        if self.comm_dtype != self.dtype:
+            casts = [stream.alloc(self.numel[p] * self.comm, Category.COMMUNICATION, "reduce copy", self.side)
+                     for p, own in self.bucket if own]  # fmt: skip
+        flat = 0
+        if len(params) > 1 or self.numel[params[0]] % self.world:
+            pads = [stream.alloc((self._padded(p) - self.numel[p]) * self.comm, Category.COMMUNICATION, "reduce copy", self.side)
+                    for p in params]  # fmt: skip
+            nbytes = sum(self._padded(p) for p in params) * self.comm
+            flat = stream.alloc(nbytes, Category.COMMUNICATION, "reduce copy", self.side)
+            stream.free(*pads)
+        if self.comm_dtype == self.acc_dtype:
+            stream.free(*casts)
+            return [flat]
+        parts = [stream.alloc(self.q[p] * self.acc, Category.GRADIENTS, "averaged gradients", self.side) for p in params]
+        stream.free(flat, *casts)
+        return parts
+
+    def _allreduce_bucket(self) -> list[int]:
+        """__avg_scatter_contiguous_grads: in place, but the product with gradient_predivide_factor is a new tensor."""
+        stream = self.stream
+        copy = stream.alloc(self.filled * self.comm if self.world > 1 else 0, Category.COMMUNICATION, "reduce copy", self.side)
+        if self.comm_dtype != self.acc_dtype:
+            cast = stream.alloc(self.filled * self.acc, Category.COMMUNICATION, "reduce copy", self.side)
+            stream.free(copy)
+            copy = cast
+        padded = [stream.alloc(self.q[p] * self.acc, Category.GRADIENTS, "averaged gradients", self.side)
+                  for p, _ in self.bucket if self._owned(p) != self.q[p]]  # fmt: skip
+        return [copy, *padded]
+
+    def _owned(self, param: int) -> int:
+        """Elements of this rank's partition that are not padding."""
+        return max(0, min(self.numel[param] - self.rank * self.q[param], self.q[param]))
+
+    def _to_host(self, param: int) -> None:
+        """partition_grads with offload: the accumulated partition comes back to the device, where the norm is taken at the boundary."""
+        n = self._owned(param)
+        if not n:
+            return
+        stream = self.stream
+        back = stream.alloc(n * self.acc, Category.GRADIENTS, "gradients on their way to the host", self.side)
+        if self.boundary:
+            stream.touch(min(n, _NORM_CHUNK) * NORM_BYTES, Category.TEMPORARIES, "gradient norm", self.side)
+            if self.acc_dtype != self.master_dtype:
+                stream.touch(n * self.master, Category.GRADIENTS, "gradients on their way to the host", self.side)
+        stream.free(back)
+
+    # step ----------------------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        self.micro_step = 0
+        self.coordinator.release_all()
+        if self.dtype == "float16" and not self.offload:
+            self._check_overflow()
+        if not self.offload:
+            for s in self.subgroups:
+                self.norms([self.q[i] for i in s], NORM_BYTES)
+        for k in self.device_groups:
+            self._step_subgroup(k)
+        if self.offload:
+            self.host_moments([self.sizes[k] for k in self.host_groups])
+            self.mark_host("step_1" if len(self.host_phases) < 2 else "step_2")
+        self._gather_persistent()
+
+    def _check_overflow(self) -> None:
+        """has_overflow: isinf of the whole buffer is abs() and a mask, isnan a mask."""
+        total = sum(self.sizes)
+        copy = self.stream.alloc(total * self.acc, Category.TEMPORARIES, "overflow check")
+        self.stream.touch(total, Category.TEMPORARIES, "overflow check")
+        self.stream.free(copy)
+        self.stream.touch(total, Category.TEMPORARIES, "overflow check")
+
+    def _step_subgroup(self, k: int) -> None:
+        stream, size = self.stream, self.sizes[k]
+        flat = cast = 0
+        if not self.offload:
+            flat = stream.alloc(size * self.acc if len(self.subgroups[k]) > 1 else 0, Category.GRADIENTS, "flat gradient partition")
+            if self.acc_dtype != self.master_dtype:
+                cast = stream.alloc(size * self.master, Category.GRADIENTS, "fp32 gradient partition")
+                stream.free(flat)
+        self.optimizers[k].step()
+        stream.free(cast or flat)
+
+    def _gather_persistent(self) -> None:
+        """_post_step: parameters below the persistence threshold are whole until the next step; hpZ's copies are stale."""
+        stream, offloaded = self.stream, []
+        for i, persistent in enumerate(self.persistent):
+            if persistent:
+                if self.offload_param:
+                    offloaded.append(stream.alloc(self.q[i] * self.b, Category.COMMUNICATION, "all-gather"))
+                self.gathered[i] = stream.alloc(self._padded(i) * self.b, Category.PARAMETERS, "persistent parameters")
+                self.coordinator.status[i] = AVAILABLE
+        stream.free(*offloaded)
+        for i in [i for i in self.secondary if self.trace.params[i].requires_grad]:
+            stream.free(self.secondary.pop(i))

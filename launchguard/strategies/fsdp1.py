@@ -1,0 +1,273 @@
+"""torch FSDP1 (`FullyShardedDataParallel`): one flat parameter per unit.
+
+Read in torch 2.13 torch/distributed/fsdp/ (_flat_param.py, _runtime_utils.py, _exec_order_utils.py) and accelerate 1.15
+accelerator.py:prepare_model; checked against the real code in tests/conformance.
+"""
+
+from __future__ import annotations
+
+from launchguard.events import Category, RankSchedule, StepTrace
+from launchguard.job import FsdpSpec, JobSpec
+from launchguard.profiles import DeviceProfile
+from launchguard.strategies._loop import Engine, schedule_of
+from launchguard.strategies._units import Unit, units_of
+from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm
+from launchguard.units import ceil_div, dtype_bytes, round_up
+
+UNSHARD_STREAM, POST_BACKWARD_STREAM = 1, 2
+ALIGNMENT_BYTES = 16  # use_orig_params: every parameter starts at a multiple (_flat_param.py:_get_aligned_numel)
+KEEPS_UNSHARDED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "NO_SHARD")
+
+
+class Handle:
+    """One FlatParamHandle: its size, and what it holds now. Frozen and trainable parameters of a unit share the flat parameter."""
+
+    def __init__(self, unit: Unit, engine: Fsdp1Engine) -> None:
+        self.unit = unit
+        params = engine.trace.params
+        self.trainable = [i for i in unit.params if params[i].requires_grad]
+        self.compute = params[unit.params[0]].dtype
+        self.stored = engine.stored_dtype(unit.params[0]) if not self.trainable else engine.stored_dtype(self.trainable[0])
+        numel = sum(params[i].numel for i in unit.params)
+        if engine.spec.use_orig_params:
+            step = ALIGNMENT_BYTES // dtype_bytes(self.compute)
+            numel = sum(round_up(params[i].numel, step) for i in unit.params)
+        self.numel = numel
+        self.shard = numel if engine.replicated else ceil_div(numel, engine.shards)
+        self.full = numel if engine.replicated else self.shard * engine.shards
+        self.mixed = self.compute != self.stored
+        self.keep = unit.is_root or engine.spec.sharding_strategy in KEEPS_UNSHARDED
+        self.unsharded = self.low_precision_shard = 0
+        self.grads: dict[int, int] = {}
+        self.flat_grad = self.sharded_grad = 0
+        self.reduced = False
+
+
+class Fsdp1Engine(Engine):
+    def __init__(self, job: JobSpec, trace: StepTrace, rank: int, device: DeviceProfile) -> None:
+        super().__init__(job, trace, rank, device)
+        self.spec = job.fsdp or FsdpSpec(version=1)
+        self.replicated = self.spec.sharding_strategy == "NO_SHARD" or job.world_size == 1  # FSDP1 turns a world of one into NO_SHARD
+        self.shards = self.spec.shard_group_size or job.world_size
+        self.mixed = job.precision.compute != job.precision.storage
+        self.handles = [Handle(u, self) for u in units_of(trace, self.spec)]
+        self.of_module = {m: h for h in self.handles for m in h.unit.modules}
+        self.of_param = {i: h for h in self.handles for i in h.unit.params}
+        self.order: list[Handle] = []
+        self.sync = True
+        self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
+        self.optimizer: OptimizerStates | None = None
+
+    def stored_dtype(self, i: int) -> str:
+        p = self.trace.params[i]
+        if not self.mixed:
+            return p.dtype
+        return self.job.precision.storage if p.requires_grad else self.job.precision.load
+
+    # wrap --------------------------------------------------------------------------------------------------------------
+    def prepare(self) -> None:
+        load = self.job.precision.load
+        for h in self.handles:
+            if self.spec.offload_params:
+                continue
+            own = [self.stream.alloc(self.stored_bytes(i, load), Category.PARAMETERS, "unit before sharding") for i in h.unit.params]
+            flat = self.stream.alloc(h.numel * dtype_bytes(load), Category.PARAMETERS, "flattened unit")
+            self.stream.free(*own)
+            if not self.replicated:
+                shard = self.stream.alloc(h.shard * dtype_bytes(load), Category.PARAMETERS, "sharded parameters")
+                self.stream.free(flat)
+                flat = shard
+            if load != h.stored:  # accelerate upcasts trainable flat parameters unit by unit after wrapping
+                self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.PARAMETERS, "sharded parameters")
+                self.stream.free(flat)
+        self.alloc_buffers()
+        self.optimizer = OptimizerStates(self.stream, self.job.optimizer, [self._stepped()], on_device=not self.spec.offload_params)
+
+    def _stepped(self) -> list[SteppedTensor]:
+        """use_orig_params: the optimizer sees the part of each parameter that lies in this rank's shard; else the flat shard."""
+        stepped: list[SteppedTensor] = []
+        for h in self.handles:
+            if not h.trainable:
+                continue
+            if not self.spec.use_orig_params:
+                stepped.append(((h.shard,), h.stored))
+                continue
+            step, offset = ALIGNMENT_BYTES // dtype_bytes(h.compute), 0
+            low = 0 if self.replicated else (self.rank % self.shards) * h.shard
+            for i in h.unit.params:
+                n = self.trace.params[i].numel
+                mine = min(offset + n, low + h.shard) - max(offset, low)
+                if mine > 0 and self.trace.params[i].requires_grad:
+                    stepped.append(((mine,), h.stored))
+                offset += round_up(n, step)
+        return stepped
+
+    # gathering ---------------------------------------------------------------------------------------------------------
+    def _unshard(self, h: Handle) -> None:
+        if h.unsharded or (self.replicated and not h.mixed and not self.spec.offload_params):
+            return
+        staged = 0
+        if self.spec.offload_params:
+            staged = self.stream.alloc(
+                h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "shard copied to the device", UNSHARD_STREAM
+            )
+        cast = 0
+        if h.mixed:
+            cast = self.stream.alloc(h.shard * dtype_bytes(h.compute), Category.COMMUNICATION, "low-precision shard", UNSHARD_STREAM)
+        if self.replicated:
+            h.unsharded = cast  # NO_SHARD computes with the low-precision copy itself
+            self.stream.free(staged)
+            return
+        h.unsharded = self.stream.alloc(h.full * dtype_bytes(h.compute), Category.PARAMETERS, "unsharded parameters", UNSHARD_STREAM)
+        self.stream.free(cast, staged)
+
+    def _reshard(self, h: Handle) -> None:
+        self.stream.free(h.unsharded)
+        h.unsharded = 0
+
+    # marks -------------------------------------------------------------------------------------------------------------
+    def begin_micro_batch(self, last: bool) -> None:
+        self.sync = last or self.spec.sync_each_batch
+        self.order = []
+        for h in self.handles:
+            h.reduced = False
+
+    def forward_begin(self) -> None:
+        self.stream.free(*self.stale)
+        self.stale = []
+        if 0 in self.of_module:
+            self._unshard(self.of_module[0])
+
+    def enter(self, module: int, recompute: bool) -> None:
+        h = self.of_module.get(module)
+        if h is None or h.unit.is_root:
+            return
+        self._unshard(h)
+        if self.spec.forward_prefetch and not recompute:
+            later = self.handles.index(h) + 1
+            if later < len(self.handles):
+                self._unshard(self.handles[later])
+
+    def exit(self, module: int, recompute: bool) -> None:
+        h = self.of_module.get(module)
+        if h is None or h.unit.is_root or recompute:
+            return
+        self.order.append(h)
+        if not h.keep:
+            self._reshard(h)
+
+    def forward_end(self) -> None:
+        if 0 in self.of_module:
+            self.order.append(self.of_module[0])
+
+    def backward_begin(self) -> None:
+        if 0 in self.of_module:
+            self._pre_backward(self.of_module[0])
+
+    def backward_enter(self, module: int) -> None:
+        h = self.of_module.get(module)
+        if h is not None and not h.unit.is_root:
+            self._pre_backward(h)
+
+    def _pre_backward(self, h: Handle) -> None:
+        self._unshard(h)
+        if self.spec.backward_prefetch == "BACKWARD_PRE":
+            self._prefetch_before(h)
+
+    def _prefetch_before(self, h: Handle) -> None:
+        """get_handle_to_backward_prefetch: the unit before this one in the post-forward order of the same iteration."""
+        if h in self.order and self.order.index(h) > 0:
+            self._unshard(self.order[self.order.index(h) - 1])
+
+    def grad(self, param: int, handle: int) -> None:
+        h = self.of_param[param]
+        if param in h.grads:
+            self.stream.free(handle)
+        else:
+            h.grads[param] = handle
+        if len(h.grads) == len(h.trainable):
+            self._post_backward(h)
+
+    def backward_exit(self, module: int) -> None:
+        """A frozen unit has no gradient to wait for: it is resharded when its inputs' gradients are ready."""
+        h = self.of_module.get(module)
+        if h is not None and not h.trainable and not h.unit.is_root:
+            self._reshard(h)
+
+    def backward_end(self) -> None:
+        for h in self.handles:
+            if h.grads:
+                self._post_backward(h)
+            elif not h.trainable:
+                self._reshard(h)
+
+    def _post_backward(self, h: Handle) -> None:
+        """The split backward concatenates the parameters' gradients into one flat gradient, then _post_backward_hook reduces it."""
+        flat = self.stream.alloc(h.numel * dtype_bytes(h.compute), Category.GRADIENTS, "flat gradient")
+        self.stream.free(*h.grads.values())
+        h.grads = {}
+        if h.flat_grad:  # no_sync left one: the new gradient is added to it
+            self.stream.free(flat)
+            flat = h.flat_grad
+            h.flat_grad = 0
+        if self.sync or not h.keep:
+            self._reshard(h)
+        if self.spec.backward_prefetch == "BACKWARD_POST":
+            self._prefetch_before(h)
+        if not self.sync:
+            h.flat_grad = flat
+            return
+        self._reduce(h, flat)
+
+    def _reduce(self, h: Handle, flat: int) -> None:
+        reduce_dtype = self.job.precision.reduce if self.mixed else h.compute
+        cast = padded = 0
+        if reduce_dtype != h.compute:
+            cast = self.stream.alloc(
+                h.numel * dtype_bytes(reduce_dtype), Category.COMMUNICATION, "gradient in the reduce dtype", POST_BACKWARD_STREAM
+            )
+        if self.replicated:
+            self._keep_sharded(h, cast or flat, flat if cast else 0)
+            return
+        if h.numel % self.shards:
+            padded = self.stream.alloc(h.full * dtype_bytes(reduce_dtype), Category.COMMUNICATION, "padded gradient", POST_BACKWARD_STREAM)
+        shard = self.stream.alloc(h.shard * dtype_bytes(reduce_dtype), Category.GRADIENTS, "sharded gradients", POST_BACKWARD_STREAM)
+        if reduce_dtype != h.stored:
+            stored = self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.GRADIENTS, "sharded gradients", POST_BACKWARD_STREAM)
+            self.stream.free(shard)
+            shard = stored
+        self._keep_sharded(h, shard, flat, cast, padded)
+
+    def _keep_sharded(self, h: Handle, shard: int, *temporaries: int) -> None:
+        if h.sharded_grad or self.spec.offload_params:
+            self.stream.free(shard)  # added to the shard that is there, or copied to the host
+        else:
+            h.sharded_grad = shard
+        self.stream.free(*temporaries)
+
+    # step --------------------------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        if self.job.max_grad_norm is not None and not self.spec.offload_params:
+            clip_grad_norm(self.stream, len(self.trainable) if self.spec.use_orig_params else len(self.handles))
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """With use_orig_params zero_grad drops views only; the flat shard goes at the next root pre-forward
+        (_flat_param.py:_reset_flat_param_grad_info_if_needed)."""
+        held = [h.sharded_grad for h in self.handles if h.sharded_grad]
+        for h in self.handles:
+            h.sharded_grad = 0
+        if self.spec.use_orig_params:
+            self.stale += held
+        else:
+            self.stream.free(*held)
+
+
+def representatives(job: JobSpec, trace: StepTrace) -> list[tuple[int, ...]]:
+    """Flat shards are padded to equal size on every rank."""
+    return [tuple(range(job.world_size))]
+
+
+def schedule(job: JobSpec, trace: StepTrace, ranks: tuple[int, ...], device: DeviceProfile) -> RankSchedule:
+    return schedule_of(Fsdp1Engine(job, trace, ranks[0], device), ranks)

@@ -1,0 +1,73 @@
+"""The optimizer's own memory: its states, when they appear, and what one step() holds beside them.
+
+Source: torch 2.13 torch/optim (_init_group creates states of one group, _multi_tensor_* its temporaries, group by group); the tables are
+profiles/optimizers/*.yaml, tested against the real classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launchguard.events import Category
+from launchguard.job import OptimizerSpec
+from launchguard.profiles import optimizer, state_bytes, temporary_bytes
+from launchguard.strategies._stream import Stream
+from launchguard.units import dtype_bytes
+
+SteppedTensor = tuple[tuple[int, ...], str]  # shape and dtype of one tensor that the optimizer updates
+
+
+class OptimizerStates:
+    """States and step temporaries of one optimizer over the tensors that it updates on this rank, in parameter groups."""
+
+    def __init__(self, stream: Stream, spec: OptimizerSpec, groups: Sequence[Sequence[SteppedTensor]], on_device: bool = True) -> None:
+        self.stream, self.spec, self.groups, self.on_device = stream, spec, [list(g) for g in groups if g], on_device
+        self.profile = optimizer(spec.name)
+        self.created = False
+        if self.profile.created == "construction":
+            for group in self.groups:
+                self._create(group)
+            self.created = True
+
+    def _create(self, group: Sequence[SteppedTensor]) -> None:
+        if not self.on_device:
+            return
+        for shape, dtype in group:
+            for name, nbytes in state_bytes(self.profile, shape, dtype, self.spec.params, implementation=self.spec.implementation):
+                self.stream.alloc(nbytes, Category.OPTIMIZER_STATES, name)
+
+    def step(self) -> None:
+        for group in self.groups:
+            if not self.created:
+                self._create(group)
+            self._temporaries(group)
+        self.created = True
+
+    def _temporaries(self, group: Sequence[SteppedTensor]) -> None:
+        if not self.on_device:
+            return
+        sizes = [numel(shape) * dtype_bytes(dtype) for shape, dtype in group]
+        total, largest = sum(sizes), max(sizes)
+        nbytes = temporary_bytes(self.profile, self.spec.implementation, total, largest, self.spec.params, dtype=group[0][1])
+        if nbytes >= total:  # foreach: a list of tensors like the parameters, as many times as it takes
+            held = [self.stream.alloc(n * nbytes // total, Category.TEMPORARIES, "optimizer step (foreach)") for n in sizes]
+        else:
+            held = [self.stream.alloc(nbytes, Category.TEMPORARIES, "optimizer step")]
+        self.stream.free(*held)
+
+    def state_bytes_total(self) -> int:
+        """Bytes of all states, wherever they live; for host accounting under offload."""
+        return sum(n for g in self.groups for shape, dtype in g
+                   for _, n in state_bytes(self.profile, shape, dtype, self.spec.params, implementation=self.spec.implementation))  # fmt: skip
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for d in shape:
+        n *= d
+    return n
+
+
+def clip_grad_norm(stream: Stream, tensors: int) -> None:
+    """torch.nn.utils.clip_grad_norm_: one norm per gradient (512 bytes each), their stack, and _foreach_norm's partial sums (20 KiB)."""
+    stream.touch(512 * tensors + 20 * 1024, Category.TEMPORARIES, "gradient norms")

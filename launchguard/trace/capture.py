@@ -1,0 +1,264 @@
+"""One micro-batch of the real module under fake tensors, as a StepTrace.
+
+A storage is born at the first op output that carries it and dies when PyTorch frees it (weak reference on the storage object, which
+PyTorch keeps alive as long as the C++ storage). Scratch that a CUDA op holds while it runs is added from cuda_semantics.SCRATCH.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launchguard.events import ModuleInfo, ParamInfo, StepTrace, TraceEvent, TraceOp
+from launchguard.trace.cuda_semantics import DEVICE, SCRATCH, Card
+
+aten = torch.ops.aten
+MATMULS = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm") if hasattr(aten, name))
+
+
+class Tracker(TorchDispatchMode):
+    """Logs births and deaths of the device's storages, and the marks that the hooks put between them."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self.card = card
+        self.events: list[TraceEvent] = []
+        self.in_backward = False
+        self.depth = 0  # of module calls; above zero inside backward: a recomputed forward
+        self._ids: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._count = 0
+        self._warm = [False, False]  # forward, backward: a matrix product has run there
+
+    # storages --------------------------------------------------------------------------------------------------------
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Storages that exist before the micro-batch (parameters, buffers)."""
+        for t in tensors:
+            storage = t.untyped_storage()
+            self._ids[storage._cdata] = -1
+            self._refs[storage._cdata] = weakref.ref(storage)
+
+    def see(self, t: torch.Tensor, like: int | None = None) -> int:
+        """Trace id of a tensor's storage; a new storage is born here (or takes over the allocation `like`)."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        ref = self._refs.get(key)
+        if ref is not None and ref() is not None:
+            return self._ids[key]
+        if t.device.type != DEVICE:
+            return -1
+        nbytes = storage.nbytes()
+        if like is None:
+            if nbytes == 0:
+                return -1
+            self._count += 1
+            like = self._count
+            self.events.append(TraceEvent(TraceOp.ALLOC, like, nbytes))
+        self._ids[key] = like
+        self._refs[key] = weakref.ref(storage, lambda _, key=key: self._died(key))
+        return like
+
+    def _died(self, key: int) -> None:
+        ident = self._ids.pop(key, -1)
+        self._refs.pop(key, None)
+        if ident > 0:
+            self.events.append(TraceEvent(TraceOp.FREE, ident))
+
+    def mark(self, op: TraceOp, a: int = 0, b: int = 0) -> None:
+        self.events.append(TraceEvent(op, a, b))
+
+    # ops -------------------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        if func in MATMULS and not self._warm[self.in_backward]:
+            self._warm[self.in_backward] = True
+            self.mark(TraceOp.MATMUL)
+        taken = self._taken_over(func, args)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.see(out, taken)
+        elif isinstance(out, (list, tuple)):
+            for t in out:
+                if isinstance(t, torch.Tensor):
+                    self.see(t)
+        scratch = SCRATCH.get(func)
+        if scratch is not None:
+            self._touch(scratch(self.card, args, out))
+        return out
+
+    def _touch(self, nbytes: int) -> None:
+        if nbytes > 0:
+            self._count += 1
+            self.events += (TraceEvent(TraceOp.ALLOC, self._count, nbytes), TraceEvent(TraceOp.FREE, self._count))
+
+    def _taken_over(self, func: Any, args: Any) -> int | None:
+        """Autograd sums gradients that meet into one of them when nobody else holds it; for tensor subclasses, as fake tensors are,
+        it makes a third (torch 2.13 autograd/input_buffer.cpp: can_accumulate_inplace). Undo that: the sum takes over a summand."""
+        if func is not aten.add.Tensor or not self.in_backward or self.depth:
+            return None
+        if (
+            len(args) < 2
+            or not isinstance(args[0], torch.Tensor)
+            or not isinstance(args[1], torch.Tensor)
+            or args[0].shape != args[1].shape
+        ):
+            return None
+        for t in args[:2]:
+            key = t.untyped_storage()._cdata
+            if not t._is_view() and self._ids.get(key, -1) > 0 and torch._C._storage_Use_Count(key) == 2:  # the tensor's and Python's
+                ident = self._ids[key]
+                self._ids[key] = -1
+                return ident
+        return None
+
+
+class _BackwardExit(torch.autograd.Function):
+    """Identity on a module's inputs; its backward runs when the gradients of those inputs are ready."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.callback = callback
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.callback()
+        return (None, *grads)
+
+
+class ModuleMarks:
+    """Hooks on every module that holds parameters: forward and backward marks, gradients handed over as they are complete."""
+
+    def __init__(self, model: torch.nn.Module, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self.modules, self.params, self.tensors = _tables(model)
+        index = {id(p): i for i, p in enumerate(self.tensors)}
+        for i, (_, module) in enumerate(model.named_modules(remove_duplicate=True)):
+            if next(module.parameters(), None) is not None:
+                module.register_forward_pre_hook(self._pre(i), with_kwargs=True)
+                module.register_forward_hook(self._post(i), always_call=True)
+        for p in self.tensors:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._grad(index[id(p)]))
+
+    def _pre(self, i: int) -> Callable[..., Any]:
+        tracker = self.tracker
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tracker.mark(TraceOp.ENTER, i)
+            tracker.depth += 1
+            if not torch.is_grad_enabled():
+                return None
+            slots = [(True, k) for k, x in enumerate(args) if _differentiable(x)] + [
+                (False, k) for k, x in kwargs.items() if _differentiable(x)
+            ]
+            if not slots:
+                return None
+            tensors = [args[k] if positional else kwargs[k] for positional, k in slots]  # type: ignore[index]
+            out = _BackwardExit.apply(lambda: tracker.mark(TraceOp.BACKWARD_EXIT, i), *tensors)
+            new_args, new_kwargs = list(args), dict(kwargs)
+            for (positional, k), t in zip(slots, out):
+                if positional:
+                    new_args[k] = t  # type: ignore[index]
+                else:
+                    new_kwargs[k] = t  # type: ignore[index]
+            return tuple(new_args), new_kwargs
+
+        return hook
+
+    def _post(self, i: int) -> Callable[..., None]:
+        tracker = self.tracker
+
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            tracker.depth -= 1
+            if output is None:  # checkpointing stopped the recomputation early: a framework's own hook does not run either
+                return
+            tracker.mark(TraceOp.EXIT, i)
+            entered = [False]
+
+            def backward(grad: torch.Tensor) -> None:
+                if not entered[0]:
+                    entered[0] = True
+                    tracker.mark(TraceOp.BACKWARD_ENTER, i)
+
+            for t in _tensors(output):
+                if t.requires_grad:
+                    t.register_hook(backward)
+
+        return hook
+
+    def _grad(self, i: int) -> Callable[[torch.Tensor], None]:
+        tracker = self.tracker
+
+        def hook(p: torch.Tensor) -> None:
+            if p.grad is not None:
+                tracker.mark(TraceOp.GRAD, i, tracker.see(p.grad))
+                p.grad = None
+
+        return hook
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad and x.is_floating_point()
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = output.values()
+    return [t for t in output if isinstance(t, torch.Tensor)] if isinstance(output, (list, tuple, type({}.values()))) else []
+
+
+def _tables(model: torch.nn.Module) -> tuple[tuple[ModuleInfo, ...], tuple[ParamInfo, ...], list[torch.Tensor]]:
+    """Modules and parameters of a model, as the trace names them; parameters in model.parameters() order, tied ones once."""
+    named = list(model.named_modules(remove_duplicate=True))
+    position = {name: i for i, (name, _) in enumerate(named)}
+    modules = tuple(ModuleInfo(name, type(m).__name__, position.get(name.rpartition(".")[0], 0) if name else -1) for name, m in named)
+    owners: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for i, (name, module) in enumerate(named):
+        for key, p in module._parameters.items():
+            if p is not None:
+                tensors.setdefault(id(p), p)
+                names.setdefault(id(p), f"{name}.{key}" if name else key)
+                owners.setdefault(id(p), []).append(i)
+    ordered = list(model.parameters())
+    params = tuple(
+        ParamInfo(names[id(p)], tuple(getattr(p, "launchguard_shape", p.shape)), str(p.dtype).removeprefix("torch."), p.requires_grad,
+                  owners[id(p)][0], tuple(owners[id(p)]), getattr(p, "launchguard_storage_bytes", None))
+        for p in ordered
+    )  # fmt: skip
+    return modules, params, ordered
+
+
+def capture(
+    mode: FakeTensorMode, model: torch.nn.Module, make_batch: Callable[[], dict[str, Any]], run: Callable[..., Any],
+    card: Card, progress: Callable[[str], None], facts: dict[str, Any], outputs_alive: bool = False,
+) -> StepTrace:  # fmt: skip
+    """Run one micro-batch. make_batch: the inputs, made on the device as the loop's forward begins; run(model, batch) -> (loss, outputs)."""
+    tracker = Tracker(card)
+    tracker.ignore([*model.parameters(), *model.buffers()])
+    marks = ModuleMarks(model, tracker)
+    buffers = tuple(b.untyped_storage().nbytes() for b in model.buffers() if b.device.type == DEVICE)
+    with mode, tracker:
+        tracker.mark(TraceOp.FORWARD)
+        progress("forward")
+        loss, outputs = run(model, make_batch())
+        if not outputs_alive:
+            outputs = None
+        tracker.mark(TraceOp.BACKWARD)
+        progress("backward")
+        tracker.in_backward, tracker.depth = True, 0
+        loss.backward()
+        tracker.mark(TraceOp.END)
+        del loss, outputs
+    return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts)

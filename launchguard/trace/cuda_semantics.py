@@ -1,0 +1,339 @@
+"""CUDA's choices, imposed on a trace that runs without CUDA.
+
+A Python PrivateUse1 backend ("simgpu") gives autograd a device that any torch build accepts (fake cuda aborts the process on a CPU
+build). On it this module installs what differs from CUDA: autocast's op lists, the attention kernel, fused element-wise kernels, and
+a table of bytes that ops hold only while they run. Private torch API is used, so this runs in a process of its own.
+
+Sources: torch 2.13 ATen/autocast_mode.h (lists), sdp_utils.cpp (kernel choice, read off the real binary with a virtual card),
+native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu, attention_backward.cu (workspaces).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from launchguard.units import MIB, ceil_div, round_up
+
+aten = torch.ops.aten
+DEVICE = "simgpu"
+
+# ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32 of CUDA, as far as PrivateUse1 lets Python register them
+LOWER_PRECISION = (
+    "matmul mm bmm addmm baddbmm addbmm addmv addr mv linear einsum chain_matmul linalg_multi_dot conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d.input conv_transpose3d.input convolution _convolution prelu _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell "
+    "gru_cell rnn_tanh_cell rnn_relu_cell"
+).split()  # fmt: skip
+FLOAT32 = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar "
+    "softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm cosine_similarity poisson_nll_loss "
+    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
+    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp norm.Scalar norm.ScalarOpt_dim"
+).split()  # fmt: skip
+FLOAT32_SET_OPT_DTYPE = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList".split()
+
+
+class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
+    """What torch asks of an accelerator module."""
+
+    def get_rng_state(self, *args: Any) -> torch.Tensor:
+        return torch.empty(16, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, *args: Any) -> None: ...
+
+    def current_device(self) -> int:
+        return 0
+
+    def device(self, *args: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What host code reads of the device. compute_capability: (major, minor); sms; max_threads_per_sm."""
+
+    compute_capability: tuple[int, int]
+    sms: int
+    max_threads_per_sm: int
+
+    @property
+    def has_flash(self) -> bool:
+        return self.compute_capability >= (8, 0)
+
+    @property
+    def prefers_cudnn_attention(self) -> bool:
+        """cuDNN first on Hopper and data-centre Blackwell (cuDNN > 9.15)."""
+        return self.compute_capability[0] in (9, 10)
+
+
+class Semantics:
+    """Installs the backend once per process; `kernels` collects the attention kernels that were chosen."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.kernels: set[str] = set()
+        self._weight_casts: dict[int, torch.Tensor] = {}
+        self._libraries: list[torch.library.Library] = []
+        self._sdpa = torch.nn.functional.scaled_dot_product_attention
+        self._tensor = torch.tensor
+
+    def install(self) -> None:
+        backend_registration._setup_privateuseone_for_python_backend(DEVICE, backend_module=_Backend())
+        torch.autograd.set_multithreading_enabled(False)
+        self._install_autocast()
+        self._install_kernels()
+        torch.nn.functional.scaled_dot_product_attention = self.attention  # type: ignore[assignment]
+        torch.tensor = self._device_tensor  # type: ignore[assignment]
+        torch.nn.functional.rms_norm = self._rms_norm  # type: ignore[assignment]
+
+    # ------------------------------------------------------------------------------------------------ autocast
+    def _install_autocast(self) -> None:
+        fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+        fallback.fallback(torch.library.fallthrough_kernel)
+        library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+        self._libraries += [fallback, library]
+        for names, rule in ((LOWER_PRECISION, self._lower), (FLOAT32, self._float32), (FLOAT32_SET_OPT_DTYPE, self._float32_dtype)):
+            for name in names:
+                base, _, overload = name.partition(".")
+                op = getattr(getattr(aten, base, None), overload or "default", None)
+                if op is not None:
+                    with contextlib.suppress(RuntimeError):  # an op that this torch does not let Python register keeps its input dtype
+                        library.impl(name, self._kernel(op, rule))
+
+    @staticmethod
+    def _kernel(op: Any, rule: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+        exclude = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(exclude):
+                return rule(op, args, kwargs)
+
+        return kernel
+
+    def _cast(self, x: Any, dtype: torch.dtype, cache: bool) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(self._cast(y, dtype, cache) for y in x)
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.device.type != DEVICE or x.dtype in (dtype, torch.float64):
+            return x
+        if cache and x.dtype == torch.float32 and x.requires_grad and x.is_leaf and not x._is_view() and torch.is_autocast_cache_enabled():
+            if id(x) not in self._weight_casts:
+                self._weight_casts[id(x)] = x.to(dtype)
+            return self._weight_casts[id(x)]
+        return x.to(dtype)
+
+    def _lower(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = torch.get_autocast_dtype(DEVICE)
+        return op(*(self._cast(x, dtype, True) for x in args), **{k: self._cast(v, dtype, True) for k, v in kwargs.items()})
+
+    def _float32(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        f32 = torch.float32
+        return op(*(self._cast(x, f32, False) for x in args), **{k: self._cast(v, f32, False) for k, v in kwargs.items()})
+
+    def _float32_dtype(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        explicit = kwargs.get("dtype") is not None or any(isinstance(x, torch.dtype) for x in args)
+        if not explicit and args[0].dtype in (torch.bfloat16, torch.float16):
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return op(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """The autocast region around forward and loss; its weight copies are dropped at its end, as CUDA's cache is."""
+        if dtype is None:
+            yield
+            return
+        with torch.autocast(DEVICE, dtype=dtype):
+            yield
+        self._weight_casts.clear()
+
+    # ------------------------------------------------------------------------------------------------ kernels
+    def _install_kernels(self) -> None:
+        """Ops that CUDA runs in one kernel and PrivateUse1 would decompose: with a kernel of its own the op stays whole, and the
+        fake mode above never calls it."""
+        library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+        self._libraries.append(library)
+
+        def unreachable(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("simgpu has no values")
+
+        for name in ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "mish_backward"):
+            with contextlib.suppress(RuntimeError):
+                library.impl(name, unreachable)
+
+    def _device_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != DEVICE:
+            return self._tensor(*args, **kwargs)
+        del kwargs["device"]
+        t = self._tensor(*args, **kwargs)
+        return torch.empty(t.shape, dtype=t.dtype, device=DEVICE, requires_grad=t.requires_grad)
+
+    def _rms_norm(
+        self, x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
+        if x.device.type == DEVICE and torch.is_autocast_enabled(DEVICE):
+            x = self._cast(x, torch.float32, False)
+            weight = self._cast(weight, torch.float32, False)
+        if x.device.type == DEVICE and (weight is None or weight.dtype == x.dtype):
+            return aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
+        return torch.rms_norm(x, list(normalized_shape), weight, eps)
+
+    # ------------------------------------------------------------------------------------------------ attention
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """F.scaled_dot_product_attention with the kernel that CUDA would take for this card, dtype, mask, dropout and head size."""
+        if query.device.type != DEVICE:
+            return self._sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if torch.is_autocast_enabled(DEVICE):
+            dtype = torch.get_autocast_dtype(DEVICE)
+            query, key, value = (self._cast(x, dtype, False) for x in (query, key, value))
+        kernel = self.choose_attention(query, key, attn_mask, dropout_p)
+        self.kernels.add(kernel)
+        if kernel == "flash":
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        if kernel == "math":
+            return self._math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        bias = self._bias(attn_mask, query, key)
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]
+        if key.shape[1] != query.shape[1]:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal and bias is None, scale=scale
+        )[0]
+
+    def choose_attention(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout_p: float) -> str:
+        """ "flash" | "cudnn" | "efficient" | "math": the order of torch 2.13's sdp_utils.cpp on a card of this compute capability."""
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        head, grouped = query.shape[-1], key.shape[1] != query.shape[1]
+        if half and self.card.prefers_cudnn_attention and dropout_p == 0.0 and head <= 128 and head % 8 == 0:
+            return "cudnn"
+        if half and self.card.has_flash and mask is None and head <= 256:
+            return "flash"
+        if grouped and not _gqa_in_efficient():
+            return "math"
+        if query.dtype == torch.bfloat16 and not self.card.has_flash:
+            return "math"
+        if not self.card.has_flash and dropout_p > 0.0:
+            return "math"
+        return "efficient"
+
+    @staticmethod
+    def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        elif mask.dtype != query.dtype:
+            mask = mask.to(query.dtype)
+        return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+    def _math_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None, enable_gqa: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]  # fmt: skip
+
+
+def _gqa_in_efficient() -> bool:
+    """torch 2.14 lets the memory-efficient kernel take grouped queries; 2.13 falls to math."""
+    return tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 14)
+
+
+# ---------------------------------------------------------------------------------------------------- bytes inside an op
+def _reduction_scratch(card: Card, rows: int, columns: int) -> int:
+    """Bytes that a sum over dim 0 of (rows, columns) holds for its partial sums (the bias gradient of every Linear).
+
+    Formula fitted to the real kernel's launch heuristics, within a few percent for 460 of 495 shapes (allocator_overheads 4.3).
+    """
+    vector = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
+    threads = 512 // vector
+    width = min(1 << (max(columns // vector, 1).bit_length() - 1), 32)
+    height = threads // width
+    per_column = ceil_div(rows, height)
+    groups, target = ceil_div(columns, width * vector), card.sms * (card.max_threads_per_sm // (width * height))
+    if per_column < 256 or groups > target:
+        return 0
+    blocks = max(min(ceil_div(target, groups), ceil_div(per_column, 16)), ceil_div(per_column, 256))
+    return 4 * columns * width * vector * blocks
+
+
+def _sum_dim(card: Card, args: tuple[Any, ...], out: Any) -> int:
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    if x.dim() < 2 or not dims or 0 not in [d % x.dim() for d in dims] or (x.dim() - 1) in [d % x.dim() for d in dims]:
+        return 0
+    columns = x.shape[-1]
+    return _reduction_scratch(card, x.numel() // max(columns, 1), columns)
+
+
+def _embedding_backward(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> int:
+    """EmbeddingBackwardKernel.cu: float32 partial rows of the sorted segments, 10 indices each; small batches take another kernel."""
+    grad, indices, weights = args[0], args[1], args[2]
+    n = indices.numel()
+    if n <= 3072:
+        return 0
+    segments = min(n, weights)
+    return (n // 10 + segments) * grad.shape[-1] * 4 + 8 * (5 * n + 2 * segments)
+
+
+def _flash_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
+    """FlashAttention-2 backward: softmax_d, the float32 accumulator of dq, and dk, dv expanded to all query heads (GQA)."""
+    query, key = args[1], args[2]
+    b, h, s, d = query.shape
+    scratch = 4 * b * h * round_up(s, 128) + 4 * b * round_up(s, 128) * h * round_up(d, 32)
+    if key.shape[1] != h:
+        scratch += 2 * b * key.shape[2] * h * d * query.element_size()
+    return scratch
+
+
+def _efficient_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
+    """Memory-efficient backward: delta and the float32 accumulator of dq; float32 inputs hold one more output and delta."""
+    query = args[1]
+    b, h, s, d = query.shape
+    scratch = 4 * b * h * s + 4 * b * h * round_up(s, 64) * d
+    if query.dtype == torch.float32:
+        scratch += b * h * s * d * 4 + 4 * b * h * s
+    return scratch
+
+
+def _logsumexp(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> int:
+    return args[0].numel() * 4 + 3 * out.numel() * 4
+
+
+def _index_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
+    indices = [x for x in args[1] if x is not None]
+    n = max((x.numel() for x in indices), default=0)
+    accumulate = len(args) > 3 and args[3]
+    return 6 * 8 * n + 64 * 1024 if accumulate else 0
+
+
+def _sort(card: Card, args: tuple[Any, ...], out: Any) -> int:
+    """1-D sorts hold about 20 bytes an element (cub double buffers), measured."""
+    return 20 * args[0].numel() if args[0].dim() == 1 and args[0].numel() > MIB // 4 else 0
+
+
+# op -> bytes held while it runs, beyond its outputs
+SCRATCH: dict[Any, Callable[[Card, tuple[Any, ...], Any], int]] = {
+    aten.sum.dim_IntList: _sum_dim,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.logsumexp.default: _logsumexp,
+    aten.index_put.default: _index_backward,
+    aten.index_put_.default: _index_backward,
+    aten.sort.default: _sort,
+}

@@ -1,0 +1,136 @@
+"""Everything a trace depends on, as one JSON-able value: what the worker gets and what the cache is keyed by. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launchguard import __version__
+from launchguard.errors import InputError
+from launchguard.job import JobSpec
+from launchguard.profiles import DeviceProfile
+
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "trl")
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """config: parsed config.json, or None with `factory` ("module:callable", imported from python_path).
+
+    compute: dtype to which every floating parameter is cast for forward (FSDP mixed precision, DeepSpeed), None: as loaded;
+    checkpointing: None, or {"via", "use_reentrant", "classes"}; card: (major, minor, sms, threads per SM).
+    """
+
+    config: dict[str, Any] | None
+    factory: str | None
+    python_path: str
+    task: str | None
+    attn_implementation: str | None
+    use_cache: bool | None
+    kwargs: dict[str, Any]
+    inputs: dict[str, Any]
+    loss: str | None
+    batch: int
+    seq: int
+    load: str
+    compute: str | None
+    autocast: str | None
+    float32_outputs: bool
+    outputs_alive: bool
+    lora: dict[str, Any] | None
+    quantization: dict[str, Any] | None
+    input_require_grads: bool
+    checkpointing: dict[str, Any] | None
+    card: tuple[int, int, int, int]
+    use_liger_kernel: bool = False
+    source_hash: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def key(self) -> str:
+        """Name in the cache: a hash over every field, launchguard's version included."""
+        text = json.dumps([__version__, _own_sources(), dataclasses.asdict(self)], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
+    """The trace that a job needs. Jobs that differ only in how state is sharded share one."""
+    factory = job.model.source if job.model.config is None else None
+    casts = job.strategy == "zero" or (job.strategy in ("fsdp1", "fsdp2") and job.precision.compute != job.precision.storage)
+    return TraceRequest(
+        config=_plain(job.model.config),
+        factory=factory,
+        python_path=job.model.python_path,
+        task=job.model.task,
+        attn_implementation=job.model.attn_implementation,
+        use_cache=job.model.use_cache,
+        kwargs=dict(job.model.kwargs),
+        inputs={name: dataclasses.asdict(t) for name, t in job.model.inputs.items()},
+        loss=job.model.loss,
+        batch=job.micro_batch_size,
+        seq=job.seq_len,
+        load=job.precision.load,
+        compute=job.precision.compute if casts else None,
+        autocast=job.precision.autocast,
+        float32_outputs=job.precision.float32_outputs,
+        outputs_alive=job.outputs_alive_in_backward,
+        lora=None if job.lora is None else _plain(dataclasses.asdict(job.lora)),
+        quantization=None if job.quantization is None else dataclasses.asdict(job.quantization),
+        input_require_grads=job.lora is not None and job.activation_checkpointing.enabled and _wants_input_grads(job),
+        checkpointing=_checkpointing(job),
+        card=(*(device.compute_capability or (8, 0)), device.sms or 108, device.max_threads_per_sm or 2048),
+        use_liger_kernel=job.model.use_liger_kernel,
+        source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
+        versions=library_versions(),
+    )
+
+
+def _wants_input_grads(job: JobSpec) -> bool:
+    """Who calls enable_input_require_grads for adapters under checkpointing: TRL, reentrant Trainers, and hand-written loops by custom;
+    the plain Trainer with non-reentrant checkpointing does not (transformers 5.24 modeling_utils, trl 1.16 sft_trainer)."""
+    return job.loop != "trainer" or job.activation_checkpointing.use_reentrant or job.quantization is not None
+
+
+def _checkpointing(job: JobSpec) -> dict[str, Any] | None:
+    ckpt = job.activation_checkpointing
+    if not ckpt.enabled:
+        return None
+    classes = list(job.fsdp.wrap_classes) if job.fsdp is not None and ckpt.via == "fsdp" else []
+    return {"via": ckpt.via, "use_reentrant": ckpt.use_reentrant, "classes": classes}
+
+
+def _plain(value: Any) -> Any:
+    return None if value is None else json.loads(json.dumps(value, default=str))
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of the libraries that shape a trace, without importing them."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _factory_hash(factory: str, python_path: str) -> str:
+    """Hash of the file that defines the factory; a change in files that it imports is not seen (say --no-cache then)."""
+    path = Path(python_path, *factory.split(":")[0].split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return hashlib.sha256(candidate.read_bytes()).hexdigest()
+    if importlib.util.find_spec(factory.split(":")[0].split(".")[0]) is None:
+        raise InputError(f"no module {factory.split(':')[0]!r} under {python_path}", where=f"--model {factory}",
+                         help="run launchguard from the folder that holds the module, or set PYTHONPATH")  # fmt: skip
+    return ""
+
+
+def _own_sources() -> str:
+    """Sizes and times of this room's files: while launchguard is being developed, an edit makes a new key."""
+    return ",".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sorted(Path(__file__).parent.glob("*.py")))

@@ -1,0 +1,159 @@
+"""The process that traces: everything that imports torch or changes it for good happens here, and dies with it."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from launchguard.errors import InputError, LaunchguardError, Unpredictable
+from launchguard.trace.cache import encode
+from launchguard.trace.request import TraceRequest
+
+
+def main(request: TraceRequest, pipe: Connection) -> None:
+    """Send ("progress", text)* and then ("trace", bytes) or ("error", (kind, message, where, help)); never returns."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    _silence(2)
+    try:
+        trace = run(request, lambda text: pipe.send(("progress", text)))
+        pipe.send(("trace", encode(trace)))
+    except LaunchguardError as e:
+        pipe.send(("error", ("input" if isinstance(e, InputError) else "unknown", e.message, e.where, e.help)))
+    except BaseException as e:  # anything else is a job that cannot be traced: say where it stopped
+        pipe.send(
+            (
+                "error",
+                (
+                    "unknown",
+                    f"{type(e).__name__}: {_first_line(e)}",
+                    _user_line(e),
+                    "run with --model module:callable, or report the model",
+                ),
+            )
+        )
+    pipe.close()
+    os._exit(0)  # a Python PrivateUse1 backend aborts at interpreter exit
+
+
+def _silence(fd: int) -> None:
+    if not os.environ.get("LAUNCHGUARD_DEBUG"):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, fd)
+        os.dup2(null, 1)
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e).strip().splitlines() or [""])[0][:300]
+
+
+def _user_line(e: BaseException) -> str:
+    """The innermost frame outside torch and launchguard: the model's own line."""
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if "/torch/" not in f.filename and "/launchguard/" not in f.filename]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
+    """Trace one request in this process. Imports torch; installs the simulated device for the rest of the process's life."""
+    started = time.perf_counter()
+    progress("loading torch")
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from launchguard.trace import build_model, capture
+    from launchguard.trace.cuda_semantics import Card, Semantics
+
+    major, minor, sms, threads = request.card
+    card = Card((major, minor), sms, threads)
+    progress("building the model")
+    model = build_model.build(request)
+    semantics = Semantics(card)
+    semantics.install()
+    _fix_libraries()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        build_model.place(model, request.compute)
+    built = time.perf_counter()
+    facts = _facts(model, request)
+    step = _step(request, semantics)
+    trace = capture.capture(mode, model, build_model.batch_maker(model, request), step, card, progress, facts, request.outputs_alive)
+    facts["attention_kernels"] = sorted(semantics.kernels)
+    facts["seconds"] = {"build": round(built - started, 3), "trace": round(time.perf_counter() - built, 3)}
+    facts["torch"] = torch.__version__
+    return trace
+
+
+def _facts(model: Any, request: TraceRequest) -> dict[str, Any]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embedding = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
+    output = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    names = {id(m): n for n, m in model.named_modules()}
+    return {
+        "no_split_modules": sorted(getattr(base, "_no_split_modules", None) or []),
+        "input_embedding": names.get(id(embedding)),
+        "output_embedding": names.get(id(output)),
+        "tied": bool(embedding is not None and output is not None and getattr(output, "weight", None) is getattr(embedding, "weight", 0)),
+        "model_class": type(base).__name__,
+        "base_model_prefix": getattr(model, "base_model_prefix", ""),
+    }
+
+
+def _fix_libraries() -> None:
+    """transformers takes its export path for fake tensors and keeps a 4-D mask; a full attention mask really is skipped
+    (transformers 5.24 masking_utils: is_tracing, fast_all, find_packed_sequence_indices)."""
+    import sys
+
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is not None:
+        masking.is_tracing = lambda tensor=None: False  # type: ignore[attr-defined]
+        masking.fast_all = lambda tensor: True  # type: ignore[attr-defined]
+        masking.find_packed_sequence_indices = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
+
+def _step(request: TraceRequest, semantics: Any) -> Callable[..., Any]:
+    """Forward and loss as the job's loop runs them: autocast around the model, outputs as float32 where Accelerate converts them."""
+    import torch
+
+    dtype = None if request.autocast is None else getattr(torch, request.autocast)
+
+    def step(model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+        with semantics.autocast(dtype):
+            outputs = model(**batch)
+            loss = None if request.config is not None else _loss(outputs, request.loss)
+        if request.float32_outputs:
+            outputs = _to_float32(outputs)
+        if loss is None:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return loss, outputs
+
+    return step
+
+
+def _loss(outputs: Any, how: str | None) -> Any:
+    if how in (None, "sum"):
+        tensor = outputs if not isinstance(outputs, (tuple, list)) else outputs[0]
+        return tensor.float().sum() if tensor.dim() else tensor
+    value = outputs
+    for part in [p for p in (how or "").split(".") if p != "output"]:
+        value = value[int(part)] if part.isdigit() else value[part] if isinstance(value, dict) else getattr(value, part)
+    if getattr(value, "dim", lambda: 1)():
+        raise Unpredictable(f"model.loss = {how!r} is not a scalar (shape {tuple(value.shape)})", where="launchguard.yaml:model.loss",
+                            help="name a scalar of the output, or use 'sum'")  # fmt: skip
+    return value
+
+
+def _to_float32(outputs: Any) -> Any:
+    """accelerate 1.15 utils/operations.py: ConvertOutputsToFp32 over the whole output structure."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def convert(x: Any) -> Any:
+        return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float32 else x
+
+    if isinstance(outputs, dict):
+        return type(outputs)({k: tree_map(convert, v) for k, v in outputs.items()})
+    return tree_map(convert, outputs)

@@ -1,0 +1,326 @@
+"""What launchguard has found out about a job: will every rank fit, where does it peak, which bytes and which settings make that peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launchguard.allocator import replay
+from launchguard.errors import InputError
+from launchguard.events import Category, MemoryTimeline, OutOfMemory, RankSchedule, StepTrace
+from launchguard.job import JobSpec, Note
+from launchguard.profiles import DeviceProfile, communicator_bytes
+from launchguard.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Peaks of one phase. allocated, reserved: as torch counts them; device: reserved + context + communication, what nvidia-smi shows."""
+
+    name: str
+    module: str
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """ranks: all that behave alike; breakdown: bytes at the peak by parameters, gradients, optimizer_states, activations,
+    communication, temporaries and overhead, summing to peak.device_bytes; oom: the allocation that failed, None if none did."""
+
+    ranks: tuple[int, ...]
+    timeline: MemoryTimeline
+    phases: tuple[PhaseBytes, ...]
+    peak: PhaseBytes
+    breakdown: Mapping[str, int]
+    oom: OutOfMemory | None = None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why bytes are there. text: "optimizer states are replicated"; origin: "ds_config.json:zero_optimization.stage = 1"."""
+
+    category: str
+    text: str
+    nbytes: int
+    origin: str
+    children: tuple[Cause, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostPrediction:
+    """Host memory of one node. budget_bytes: what the node has for it, None when unknown; breakdown: bytes by label at the peak."""
+
+    node: int
+    peak_bytes: int
+    phase: str
+    budget_bytes: int | None
+    breakdown: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class DeviceBudget:
+    """budget_bytes = usable_bytes - headroom_bytes; source: who says what is usable."""
+
+    name: str
+    usable_bytes: int
+    headroom_bytes: int
+    budget_bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """level: "high" | "medium" | "low"; reasons: what lowered it."""
+
+    level: str
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """verdict: "fits" | "exceeds" | "unknown"; ranks: one entry per kind of rank; interval_bytes: low and high of the worst rank's
+    device bytes; timing_seconds: by stage."""
+
+    verdict: str
+    job: JobSpec
+    device: DeviceBudget
+    ranks: tuple[RankPrediction, ...]
+    host: tuple[HostPrediction, ...]
+    causes: tuple[Cause, ...]
+    confidence: Confidence
+    interval_bytes: tuple[int, int]
+    notes: tuple[Note, ...]
+    timing_seconds: Mapping[str, float]
+
+
+# ---------------------------------------------------------------- advice: here, because report and advice share it
+@dataclass(frozen=True)
+class Change:
+    """One edit of the user's own file. old: None when the key is not there yet."""
+
+    file: str
+    key: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that was simulated. device_bytes: of the worst rank with it; safety: "safe" (numerics unchanged) | "review";
+    cost: what it costs, in words."""
+
+    code: str
+    title: str
+    changes: tuple[Change, ...]
+    device_bytes: int
+    fits: bool
+    safety: str
+    cost: str
+
+
+# ---------------------------------------------------------------- judging
+RESERVED_SPREAD = 0.03  # reserved depends on the order of requests: 0.2-3 % against the real allocator on held-out architectures
+
+
+def device_budget(profile: DeviceProfile, headroom: str, free_bytes: int | None = None, source: str = "") -> DeviceBudget:
+    """What the job may use. headroom: "10%" of what is usable, or a size; free_bytes: what the driver says is free now (other processes
+    included in what is not). Raises InputError for a headroom that is neither."""
+    usable = profile.total_bytes if free_bytes is None else min(free_bytes, profile.total_bytes)
+    text = headroom.strip()
+    try:
+        reserve = int(usable * float(text[:-1]) / 100) if text.endswith("%") else parse_bytes(text)
+    except ValueError:
+        raise InputError(f"not a headroom: {headroom!r}", where="--headroom", help="give a share or a size: 10% or 6GiB") from None
+    if not 0 <= reserve < usable:
+        raise InputError(f"a headroom of {headroom} leaves nothing of {profile.name}", where="--headroom", help="give less, e.g. 10%")
+    return DeviceBudget(profile.name, usable, reserve, usable - reserve, source or profile.source)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes of a process outside torch's allocator, with their interval: CUDA context, communication library."""
+
+    context: int
+    context_low: int
+    context_high: int
+    communication: int
+    communication_low: int
+    communication_high: int
+
+    @property
+    def total(self) -> int:
+        return self.context + self.communication
+
+
+def outside_allocator(job: JobSpec, device: DeviceProfile) -> Outside:
+    """Context of the card, and one communicator (two when shards are replicated over groups: HSDP, HYBRID_SHARD)."""
+    comm = communicator_bytes(job.world_size, job.launch.nproc_per_node, device)
+    hybrid = job.fsdp is not None and job.fsdp.shard_group_size not in (None, job.world_size)
+    groups = 2 if hybrid else 1
+    if job.strategy == "single":
+        groups = 0
+    return Outside(
+        device.context_bytes, device.context_low, device.context_high, comm.nbytes * groups, comm.low * groups, comm.high * groups
+    )  # fmt: skip
+
+
+def predict_rank(schedule: RankSchedule, job: JobSpec, outside: Outside, budget_bytes: int | None) -> RankPrediction:
+    """One rank's phases, peak and breakdown; when the free-running cache would exceed the budget, whether the allocator can live within it
+    by giving cached blocks back (then oom is None all the same)."""
+    timeline = replay(schedule.events, job.allocator_conf)
+    phases, reserved = [], 0
+    for p in timeline.phases:
+        reserved = p.reserved_bytes
+        phases.append(PhaseBytes(p.name, p.module, p.allocated_bytes, reserved, reserved + outside.total))
+    peak = PhaseBytes(
+        timeline.phase, timeline.module, timeline.allocated_bytes, timeline.reserved_bytes, timeline.reserved_bytes + outside.total
+    )
+    oom = None
+    if budget_bytes is not None and peak.device_bytes > budget_bytes:
+        limit = budget_bytes - outside.total
+        oom = replay(schedule.events, job.allocator_conf, max(limit, 1)).oom
+    return RankPrediction(schedule.ranks, timeline, tuple(phases), peak, _breakdown(timeline, peak, outside), oom)
+
+
+def _breakdown(timeline: MemoryTimeline, peak: PhaseBytes, outside: Outside) -> dict[str, int]:
+    parts = {c.value: 0 for c in Category}
+    for (category, _), nbytes in timeline.live.items():
+        parts[category.value] += nbytes
+    parts[Category.COMMUNICATION.value] += outside.communication
+    parts[Category.OVERHEAD.value] += peak.device_bytes - sum(parts.values())
+    return parts
+
+
+def judge(
+    job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule], device: DeviceProfile, budget: DeviceBudget,
+    timing: Mapping[str, float] | None = None,
+) -> Verdict:  # fmt: skip
+    """Does every kind of rank fit the budget, and why (not)."""
+    outside = outside_allocator(job, device)
+    ranks = tuple(predict_rank(s, job, outside, budget.budget_bytes) for s in schedules)
+    worst = worst_rank(ranks)
+    confidence = _confidence(job, trace)
+    interval = (
+        worst.peak.allocated_bytes + outside.context_low + outside.communication_low,
+        int(worst.peak.reserved_bytes * (1 + RESERVED_SPREAD)) + outside.context_high + outside.communication_high,
+    )
+    verdict = "exceeds" if any(r.oom is not None for r in ranks) else "fits"
+    notes = list(job.notes)
+    if verdict == "fits" and any(r.peak.device_bytes > budget.budget_bytes for r in ranks):
+        notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
+    return Verdict(
+        verdict, job, budget, ranks, _hosts(job, schedules), tuple(causes_of(job, worst)) if verdict == "exceeds" else (),
+        confidence, interval, tuple(notes), dict(timing or {}),
+    )  # fmt: skip
+
+
+def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction:
+    """The one that fails, else the one that needs most."""
+    return max(ranks, key=lambda r: (r.oom is not None, r.peak.device_bytes))
+
+
+def _confidence(job: JobSpec, trace: StepTrace) -> Confidence:
+    unmodelled = [n.message for n in job.notes if n.code.startswith("LG3")]
+    unmodelled += list(trace.facts.get("unknown", ()))
+    assumed = [n.message for n in job.notes if n.code.startswith("LG21")]
+    if unmodelled:
+        return Confidence("low", tuple(unmodelled + assumed))
+    return Confidence("medium" if assumed else "high", tuple(assumed))
+
+
+def _hosts(job: JobSpec, schedules: Sequence[RankSchedule]) -> tuple[HostPrediction, ...]:
+    """Host bytes of one node: every local rank holds what its kind holds (the first kind stands for a node)."""
+    if not schedules or not schedules[0].host:
+        return ()
+    worst = max(schedules[0].host, key=lambda h: sum(h.bytes_by_label.values()))
+    local = {label: nbytes * job.launch.nproc_per_node for label, nbytes in worst.bytes_by_label.items()}
+    return tuple(HostPrediction(node, sum(local.values()), worst.name, None, local) for node in range(min(job.launch.nnodes, 1)))
+
+
+# ---------------------------------------------------------------- causes
+def causes_of(job: JobSpec, rank: RankPrediction) -> list[Cause]:
+    """The breakdown at the peak, largest first, each with the setting that made it so large."""
+    causes = []
+    for category, nbytes in sorted(rank.breakdown.items(), key=lambda x: -x[1]):
+        if nbytes <= 0:
+            continue
+        text, field_name = _CAUSES[category](job)
+        labels = sorted(((label, n) for (c, label), n in rank.timeline.live.items() if c.value == category), key=lambda x: -x[1])
+        children = tuple(Cause(category, label, n, "") for label, n in labels[:3] if len(labels) > 1)
+        causes.append(Cause(category, text, nbytes, describe_origin(job, field_name), children))
+    return causes
+
+
+def describe_origin(job: JobSpec, field_name: str) -> str:
+    """ "ds_config.json:zero_optimization.stage = 1"; for a value nobody set: what it is by default, and whose default."""
+    if not field_name:
+        return ""
+    value = job.get(field_name)
+    return f"{job.origin(field_name)} = {'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _sharding_field(job: JobSpec) -> str:
+    if job.strategy == "zero":
+        return "zero.stage"
+    if job.strategy in ("fsdp1", "fsdp2"):
+        return "fsdp.sharding_strategy" if job.strategy == "fsdp1" else "fsdp.reshard_after_forward"
+    return "strategy"
+
+
+def _is_sharded(job: JobSpec, zero_stage: int) -> bool:
+    if job.strategy == "zero" and job.zero is not None:
+        return job.zero.stage >= zero_stage and job.world_size > 1
+    return job.strategy in ("fsdp1", "fsdp2") and job.world_size > 1 and (job.fsdp is None or job.fsdp.sharding_strategy != "NO_SHARD")
+
+
+def _parameters_cause(job: JobSpec) -> tuple[str, str]:
+    if _is_sharded(job, 3):
+        return f"parameters are sharded over {job.world_size} ranks and gathered to compute", _sharding_field(job)
+    return ("parameters are replicated on every rank" if job.world_size > 1 else "parameters are whole on the device"), _sharding_field(job)
+
+
+def _gradients_cause(job: JobSpec) -> tuple[str, str]:
+    sharded = _is_sharded(job, 2)
+    if sharded and job.gradient_accumulation_steps > 1 and job.strategy == "fsdp2":
+        return "full gradients are kept while they accumulate", "gradient_accumulation_steps"
+    return ("gradients are sharded" if sharded else "gradients are kept whole"), _sharding_field(job)
+
+
+def _optimizer_cause(job: JobSpec) -> tuple[str, str]:
+    if _is_sharded(job, 1):
+        return f"{job.optimizer.name} states are sharded over {job.world_size} ranks", _sharding_field(job)
+    what = "replicated on every rank" if job.world_size > 1 else "whole on the device"
+    return f"{job.optimizer.name} states are {what}", _sharding_field(job) if job.world_size > 1 else "optimizer.name"
+
+
+def _activations_cause(job: JobSpec) -> tuple[str, str]:
+    size = f"micro-batch {job.micro_batch_size} x {job.seq_len}"
+    if not job.activation_checkpointing.enabled:
+        return f"activations of every layer are kept ({size})", "activation_checkpointing.enabled"
+    return f"checkpointed activations ({size})", "micro_batch_size"
+
+
+def _communication_cause(job: JobSpec) -> tuple[str, str]:
+    return "communication buffers", "zero.reduce_bucket_size" if job.strategy == "zero" else ""
+
+
+def _temporaries_cause(job: JobSpec) -> tuple[str, str]:
+    return f"temporaries of backward, loss and step ({job.micro_batch_size} x {job.seq_len} tokens)", "micro_batch_size"
+
+
+def _overhead_cause(job: JobSpec) -> tuple[str, str]:
+    return "CUDA context, workspaces and allocator fragmentation", "allocator_conf"
+
+
+_CAUSES: dict[str, Callable[[JobSpec], tuple[str, str]]] = {
+    "parameters": _parameters_cause,
+    "gradients": _gradients_cause,
+    "optimizer_states": _optimizer_cause,
+    "activations": _activations_cause,
+    "communication": _communication_cause,
+    "temporaries": _temporaries_cause,
+    "overhead": _overhead_cause,
+}

@@ -1,0 +1,186 @@
+"""strategies/zero.py against the real DeepSpeed engine, byte for byte, on small models under fake tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchguard.events import MemoryEvent, Op, StepTrace
+from launchguard.job import JobSpec, LaunchSpec, ModelSpec, OptimizerSpec, Precision, ZeroSpec
+from launchguard.profiles import device
+from launchguard.strategies import zero
+
+ROOT = Path(__file__).parents[2]
+_OPTIMIZER_CPU = {"optimizer", "both"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+# ------------------------------------------------------------------------------------------------ the two sides
+@pytest.fixture(scope="module")
+def engine_runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every case through the real engine, in one worker process."""
+    return run_cases(CASES, tmp_path_factory.mktemp("deepspeed"))
+
+
+def run_cases(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(Path(__file__).with_name("deepspeed_worker.py")), str(folder / "cases.json"), str(folder / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert (folder / "out").exists(), done.stderr[-3000:]
+    results: list[dict[str, Any]] = pickle.loads((folder / "out").read_bytes())
+    return results
+
+
+def job_of(case: dict[str, Any]) -> JobSpec:
+    """The case as launchguard's readers would give it."""
+    settings = dict(case["zero"])
+    settings.setdefault("overlap_comm", case["stage"] == 3)
+    bf16 = case["top"].get("bf16", {})
+    fields = {
+        **settings,
+        "stage": case["stage"],
+        "dtype": _DTYPES[case["dtype"]],
+        "grad_accum_dtype": case["top"].get("data_types", {}).get("grad_accum_dtype"),
+        "communication_data_type": case["top"].get("communication_data_type"),
+        "reduce_bucket_size": case["bucket"],
+        "stage3_prefetch_bucket_size": case["prefetch"],
+        "stage3_param_persistence_threshold": case["persist"],
+        "offload_optimizer": "cpu" if case["offload"] in _OPTIMIZER_CPU else "none",
+        "offload_param": "cpu" if case["offload"] in ("param", "both") else "none",
+        "offload_pin_memory": False,
+        "zero_init": case["zero_init"],
+        **{k: bf16[k] for k in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states") if k in bf16},
+    }
+    fields.pop("use_multi_rank_bucket_allreduce", None)
+    fields["offload_ratio"] = fields.pop("offload_optimizer_ratio", 1.0)
+    implementation = "deepspeed_fused"
+    if case["offload"] in _OPTIMIZER_CPU:
+        implementation = "cpu"
+    elif case["optimizer_params"].get("torch_adam"):
+        implementation = "foreach" if case["optimizer_params"].get("foreach") else "for_loop"
+    launch = LaunchSpec("deepspeed", (), ".", "train.py", nproc_per_node=case["world"])
+    return JobSpec(
+        launch, ModelSpec("tiny"), loop="deepspeed", strategy="zero", gradient_accumulation_steps=case["gas"],
+        max_grad_norm=1.0, precision=Precision(load="float32"), optimizer=OptimizerSpec("adamw", implementation),
+        zero=ZeroSpec(**fields),
+    )  # fmt: skip
+
+
+@dataclass
+class Phase:
+    peak: int
+    end: int
+
+
+def replay(events: tuple[MemoryEvent, ...]) -> dict[str, Phase]:
+    """Peak and end of each phase, in bytes as requested (no allocator)."""
+    size: dict[int, int] = {}
+    live, phases, current = 0, {}, Phase(0, 0)
+    for e in events:
+        if e.op is Op.PHASE:
+            current.end = live
+            current = phases.setdefault(e.label, Phase(live, live))
+            current.peak = max(current.peak, live)
+        elif e.op is Op.ALLOC:
+            size[e.handle] = e.nbytes
+            live += e.nbytes
+            current.peak = max(current.peak, live)
+        elif e.op is Op.FREE:
+            live -= size.pop(e.handle)
+    current.end = live
+    return phases
+
+
+def predicted(case: dict[str, Any], trace: StepTrace) -> tuple[dict[str, Phase], Any]:
+    job = job_of(case)
+    card = device("a100-80-sxm")
+    card = type(card)(**{**vars(card), "cublas_workspace_bytes": 0})
+    schedule = zero.schedule(job, trace, (case["rank"],), card)
+    return replay(schedule.events), schedule
+
+
+def compare(result: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
+    """(quantity, phase, engine's bytes, predicted bytes)."""
+    phases, schedule = predicted(result["case"], result["trace"])
+    rows = result["phases"]
+    last = f".{result['case']['gas'] - 1}"
+    rows = [r for r in rows if not r["phase"].startswith("step_") or r["phase"].endswith(last)]
+    base = {"prepare": [r for r in rows if r["phase"] == "prepare"]}
+    if result["case"]["zero_init"]:
+        base["load"] = [r for r in rows if r["phase"] == "model"]
+    for name in ("forward", "backward", "step"):
+        base[f"{name}_1"] = [r for r in rows if r["phase"].startswith(f"{name}_0")]
+        base[f"{name}_2"] = [r for r in rows if r["phase"].startswith(f"{name}_") and not r["phase"].startswith(f"{name}_0")]
+    for name, group in base.items():
+        yield "peak", name, max(r["peak"] for r in group), phases[name].peak
+        yield "end", name, group[-1]["end"], phases[name].end
+    yield "end", "idle", rows[-1]["end"], phases["idle"].end
+    if result["case"]["offload"] != "none":
+        host = {h.name: sum(h.bytes_by_label.values()) for h in schedule.host}
+        yield "host", "prepare", base["prepare"][-1]["host_peak"], host.get("prepare", 0)
+        yield "host", "step_2", base["step_2"][-1]["host_end"], host.get("step_2", 0)
+
+
+# ------------------------------------------------------------------------------------------------ the cases
+def _cases() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = [dict(stage=s, dtype=d, gas=g) for s in (0, 1, 2, 3) for d in ("bf16", "fp32") for g in (1, 4)]
+    cases += [dict(stage=s, dtype=d, gas=2, offload="optimizer") for s in (1, 2, 3) for d in ("bf16", "fp32")]
+    cases += [dict(stage=3, gas=g, offload="both") for g in (1, 2)]
+    cases += [dict(stage=s, gas=2, zero=z) for s in (1, 2, 3)
+              for z in ({"overlap_comm": s != 3}, {"contiguous_gradients": False}, {"reduce_scatter": False})]  # fmt: skip
+    cases += [dict(stage=2, zero={"overlap_comm": True, "contiguous_gradients": False}),
+              dict(stage=1, zero={"contiguous_gradients": False, "overlap_comm": True}, gas=2)]  # fmt: skip
+    cases += [dict(stage=s, gas=2, bucket=b) for s in (1, 2, 3) for b in (10_000, 20_000)]
+    cases += [dict(stage=s, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}}) for s in (1, 2, 3)]
+    cases += [dict(stage=2, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}}, offload="optimizer"),
+              dict(stage=1, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}}, offload="optimizer"),
+              dict(stage=1, gas=2, dtype="fp16", top={"data_types": {"grad_accum_dtype": "fp32"}}),
+              dict(stage=1, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"immediate_grad_update": True}})]  # fmt: skip
+    cases += [dict(stage=s, gas=2, top={"communication_data_type": "fp32"}) for s in (0, 1, 2, 3)]
+    cases += [dict(stage=s, dtype="fp16") for s in (0, 1, 2, 3)]
+    cases += [dict(stage=s, optimizer_params={"torch_adam": True, "foreach": True}) for s in (0, 1, 2, 3)]
+    cases += [dict(stage=3, persist=200), dict(stage=3, persist=200, offload="both", gas=2), dict(stage=3, zero={"sub_group_size": 9000}),
+              dict(stage=3, zero_init=True), dict(stage=3, zero_init=True, offload="both"), dict(stage=3, prefetch=0),
+              dict(stage=3, prefetch=20_000, zero={"stage3_max_live_parameters": 30_000, "stage3_max_reuse_distance": 20_000}),
+              dict(stage=3, zero={"stage3_max_reuse_distance": 0}),
+              dict(stage=3, world=4, zero={"zero_hpz_partition_size": 2})]  # fmt: skip
+    cases += [dict(stage=s, freeze="weight") for s in (0, 1, 2, 3)]
+    cases += [dict(stage=2, zero={"round_robin_gradients": True})]
+    cases += [dict(stage=s, model=m, gas=1) for m in ("llama", "gpt2") for s in (0, 1, 2, 3)]
+    cases += [dict(stage=s, model="llama", checkpoint=True) for s in (2, 3)]
+    cases += [dict(stage=3, model="llama", checkpoint=True, freeze="q_proj", persist=100)]
+    cases += [dict(stage=s, gas=2, world=4, rank=r) for s in (1, 2, 3) for r in (1, 3)]
+    return sorted(cases, key=lambda c: (c.get("world", 2), c.get("rank", 0)))
+
+
+CASES = _cases()
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return " ".join(f"{k}={json.dumps(v) if isinstance(v, dict) else v}" for k, v in case.items())
+
+
+def test_residuals(engine_runs: list[dict[str, Any]]) -> None:
+    worst: list[str] = []
+    for case, result in zip(CASES, engine_runs):
+        if result["error"]:
+            worst.append(f"{name_of(case)}: {result['error']}")
+            continue
+        for quantity, phase, real, ours in compare(result):
+            bound = 512 if quantity != "peak" else max(512, real // 1000)
+            mark = "" if abs(ours - real) <= bound else "  <--"
+            print(f"{name_of(case)[:90]:90s} {quantity:5s} {phase:11s} {real:10d} {ours:10d} {ours - real:+8d}{mark}")
+            if mark:
+                worst.append(f"{name_of(case)} {quantity} {phase}: engine {real}, predicted {ours}")
+    assert not worst, "\n".join(worst)
