@@ -87,7 +87,9 @@ class StepTrace:
     modules: tuple[ModuleInfo, ...]
     buffer_bytes: tuple[int, ...]
     events: tuple[TraceEvent, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)  # no_split_modules, sdpa kernels, seconds, versions, unknowns
+    facts: Mapping[str, Any] = field(default_factory=dict)  # no_split_modules, attention kernels, value reads, seconds
+    inputs: tuple[int, ...] = ()  # storages of the micro-batch itself
+    output_bytes: tuple[int, ...] = ()  # of the tensors that the model returned
 
 
 # ---------------------------------------------------------------- the schedule of one rank

@@ -19,11 +19,8 @@ _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HELP = "see the keys of PYTORCH_CUDA_ALLOC_CONF in torch's notes on CUDA memory management"
 
 # Keys that torch knows and that move no device byte of a training step.
-_WITHOUT_EFFECT = frozenset(
-    {"release_lock_on_cudamalloc", "throw_on_cudamalloc_oom", "graph_capture_record_stream_reuse", "pinned_use_cuda_host_register",
-     "pinned_num_register_threads", "pinned_use_background_threads", "pinned_reserve_segment_size_mb", "pinned_max_round_threshold_mb",
-     "pinned_max_cached_size_mb", "use_async_allocator"}
-)  # fmt: skip
+_WITHOUT_EFFECT = frozenset({"release_lock_on_cudamalloc", "throw_on_cudamalloc_oom", "graph_capture_record_stream_reuse"})
+_PINNED = "pinned_"  # of the host allocator, all of them
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def parse_conf(text: str) -> AllocatorConfig:
         reader = _READERS.get(key)
         if reader is not None:
             values[_FIELDS.get(key, key)] = reader(key, value)
-        elif key not in _WITHOUT_EFFECT:
+        elif key not in _WITHOUT_EFFECT and not key.startswith(_PINNED):
             raise _error(key, value, "is no key of this torch", f"known: {', '.join(sorted(_READERS))}")
     large = values.setdefault("large_segment_size", LARGE_SEGMENT_MIB * MIB)
     rounding = values.setdefault("max_non_split_rounding", large)

@@ -44,22 +44,24 @@ def resolve(launch: LaunchSpec, options: Mapping[str, Any]) -> JobSpec:
     found = job_file.find(launch, options.get("job"))
     overlay = job_file.settings_of(*found) if found else {}
     files = job_file.files_of(found[1]) if found else {}
-    sources = _read(launch, {**files, **options}, overlay)
+    asked = _asked(options)
+    sources = _read(launch, {**files, **options}, overlay, asked)
     _apply_real(sources)
     _overlay(sources, overlay)
-    _apply_options(sources, options)
+    for name, setting in asked.items():
+        sources.settings.put(name, setting.value, setting.origin)
     _finish(sources)
     return build_job(launch, sources.settings, _installed.versions())
 
 
 # ---------------------------------------------------------------- reading
-def _read(launch: LaunchSpec, options: Mapping[str, Any], overlay: Mapping[str, Setting]) -> Sources:
+def _read(launch: LaunchSpec, options: Mapping[str, Any], overlay: Mapping[str, Setting], asked: Mapping[str, Setting]) -> Sources:
     """Script, arguments, loop and model."""
     settings = Settings()
     source = script_source.read(launch)
-    loop = _stated_loop(options, overlay) or _loop(launch, source, options)
+    loop = _stated_loop(asked, overlay) or _loop(launch, source, options)
     settings.put("loop", loop.value, loop.origin)
-    args = _arguments(launch, source, str(loop.value), options)
+    source, args = _arguments(launch, source, str(loop.value), options)
     _put_model(launch, options, overlay, source, args, settings)
     name = settings.get("model.source")
     revision = args.stated("model_revision", "revision")
@@ -69,13 +71,12 @@ def _read(launch: LaunchSpec, options: Mapping[str, Any], overlay: Mapping[str, 
         config = model_config.load(name, origin, launch.cwd, launch.environment, str(revision.value) if revision else None)
         if config is not None:
             settings.put("model.config", config, origin)
-    return Sources(launch, options, source, args, str(loop.value), config, settings)
+    return Sources(launch, options, source, args, str(loop.value), config, settings, {**overlay, **asked})
 
 
-def _stated_loop(options: Mapping[str, Any], overlay: Mapping[str, Setting]) -> Setting | None:
+def _stated_loop(asked: Mapping[str, Setting], overlay: Mapping[str, Setting]) -> Setting | None:
     """A loop that --set or launchguard.yaml names."""
-    text = (options.get("set") or {}).get("loop")
-    stated = Setting(text, Origin(_OPTION, "--set loop")) if text else overlay.get("loop")
+    stated = asked.get("loop") or overlay.get("loop")
     if stated is not None and stated.value not in _LOOPS:
         raise InputError(f"unknown loop {stated.value!r}", where=str(stated.origin), help=f"one of {', '.join(_LOOPS)}")
     return stated
@@ -117,20 +118,20 @@ def _loop_of_launcher(launch: LaunchSpec, options: Mapping[str, Any]) -> Setting
     return Setting("torch", Origin(launch.launcher, "launcher"))
 
 
-def _arguments(launch: LaunchSpec, source: ScriptSource, loop: str, options: Mapping[str, Any]) -> ScriptArguments:
-    """The script's arguments over its config file over its own literals, with the library's fields behind them."""
+def _arguments(launch: LaunchSpec, source: ScriptSource, loop: str, options: Mapping[str, Any]) -> tuple[ScriptSource, ScriptArguments]:
+    """The script's arguments over its config file over its own literals, with the library's fields behind them; and the source with
+    its `args.name` replaced by them."""
     class_name = {"sft": "SFTConfig", "dpo": "DPOConfig", "trainer": source.argument_class() or "TrainingArguments"}.get(loop)
     fields = dict(_installed.dataclass_fields(class_name)) if class_name else {}
     known = {**fields, **(_installed.dataclass_fields("ModelConfig") if loop in TRL_LOOPS else {})}
     file = script_args.config_file_of(launch.script_args)
-    given = dict(source.defaults)
-    given.update(source.arguments())
-    given.update(script_args.from_file(file, launch.cwd) if file else {})
-    given.update(script_args.parse(launch.script_args, known))
+    typed = {**(script_args.from_file(file, launch.cwd) if file else {}), **script_args.parse(launch.script_args, known)}
+    source = source.bound({**source.defaults, **typed})
+    given = {**source.defaults, **source.arguments(), **typed}
     if options.get("fsdp"):
         given.setdefault("fsdp", Setting(True, Origin(_OPTION, "--fsdp")))
         given["fsdp_config"] = Setting(str(options["fsdp"]), Origin(_OPTION, "--fsdp"))
-    return ScriptArguments(given, fields)
+    return source, ScriptArguments(given, fields)
 
 
 def _put_model(
@@ -223,9 +224,7 @@ def _put_script_wrap(sources: Sources, strategy: str, origin: Origin) -> None:
         settings.put("fsdp.wrap_classes", tuple(classes.value), classes.origin)
     elif calls > 1 and sources.config is not None:
         settings.put("fsdp.wrap_policy", "TRANSFORMER_BASED_WRAP", origin)
-        message = (
-            "which modules the script shards is not read: predicted as one unit per layer (see fsdp: wrap_classes)"
-        )
+        message = "which modules the script shards is not read: predicted as one unit per layer (see fsdp: wrap_classes)"
         settings.note("LG214", "warning", message, origin)
     else:
         settings.put("fsdp.wrap_policy", "NO_WRAP", origin)
@@ -260,16 +259,18 @@ def _overlay(sources: Sources, overlay: Mapping[str, Setting]) -> None:
             sources.settings.put(name, setting.value, setting.origin)
 
 
-def _apply_options(sources: Sources, options: Mapping[str, Any]) -> None:
+def _asked(options: Mapping[str, Any]) -> dict[str, Setting]:
     """launchguard's own options, which are questions ("what if?") and win over everything."""
+    asked: dict[str, Setting] = {}
     for name in _OPTION_FIELDS:
         if name in options:
             origin = Origin(_OPTION, f"--{name.replace('_', '-')}")
-            sources.settings.put(name, job_file.parse_text(name, options[name], origin), origin)
+            asked[name] = Setting(job_file.parse_text(name, options[name], origin), origin)
     dotted = {name: value for name, value in options.items() if "." in name}
     for name, value in {**dotted, **(options.get("set") or {})}.items():
         origin = Origin(_OPTION, f"--set {name}")
-        sources.settings.put(name, job_file.parse_text(name, value, origin), origin)
+        asked[name] = Setting(job_file.parse_text(name, value, origin), origin)
+    return asked
 
 
 def _finish(sources: Sources) -> None:
@@ -284,7 +285,10 @@ def _finish(sources: Sources) -> None:
             policy = "MANUAL" if settings.get("fsdp.wrap_classes") else "NO_WRAP"
             settings.default("fsdp.wrap_policy", policy, Origin("default of launchguard", "fsdp.wrap_policy"))
     if strategy == "zero":
+        mixed = training_args.mixed_precision(sources)
         settings.default("zero.stage", 0, Origin(_installed.default_of("deepspeed"), "stage"))
+        settings.default("zero.dtype", precision.compute_dtype(mixed) or "float32", mixed.origin)
+        settings.default("zero.zero_init", sources.loop not in ("deepspeed", "torch") and settings.get("zero.stage") == 3, mixed.origin)
     if strategy == "ddp":
         settings.default("ddp.find_unused_parameters", False, Origin(_installed.default_of("torch"), "find_unused_parameters"))
     accelerate_yaml.check_shard_groups(sources)
@@ -292,3 +296,18 @@ def _finish(sources: Sources) -> None:
     peft.finish(sources)
     precision.derive(settings, training_args.mixed_precision(sources))
     settings.default("optimizer.name", "adamw", Origin("default of launchguard", "optimizer"))
+    _note_conflicts(settings)
+    other = sources.source.not_modelled()
+    if other is not None:
+        settings.note(
+            "LG321", "warning", f"the loop of {other.value} is not modelled: predicted as a plain {sources.loop} loop", other.origin
+        )
+
+
+def _note_conflicts(settings: Settings) -> None:
+    """Say which of two values that somebody wrote is in effect; a default that is replaced is no conflict."""
+    for name, displaced in settings.displaced.items():
+        for old in displaced:
+            winner = settings.origin(name)
+            if not old.origin.source.startswith(("default", "hand-written")) and old.value is not None and old.origin != winner:
+                settings.note("LG209", "info", f"{name} is {settings.get(name)} ({winner}), not {old.value} ({old.origin})", winner or "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launchguard.configs.script_args import ScriptArguments
@@ -17,7 +17,7 @@ TRL_LOOPS = ("sft", "dpo")
 @dataclass(frozen=True)
 class Sources:
     """launch, options: as resolve got them; source, args: the script; config: the model's config.json, None for a callable;
-    settings: the fields found so far, the only thing here that changes."""
+    stated: fields that launchguard.yaml and launchguard's own options set; settings: the fields found so far, all that changes here."""
 
     launch: LaunchSpec
     options: Mapping[str, Any]
@@ -26,6 +26,7 @@ class Sources:
     loop: str
     config: Mapping[str, Any] | None
     settings: Settings
+    stated: Mapping[str, Setting] = field(default_factory=dict)
 
     @property
     def is_trainer(self) -> bool:

@@ -187,6 +187,7 @@ def _refuse_ignored_fields(sources: Sources, file: str) -> None:
 def apply(sources: Sources, document: Document) -> None:
     """Complete the config as the program that owns the loop does, check it, and put its fields."""
     sources.settings.put("strategy", "zero", document.origin("zero_optimization.stage"))
+    _ask_what_if(sources, document)
     if sources.loop in ("deepspeed", "torch"):
         _complete_raw(sources, document)
     else:
@@ -202,6 +203,14 @@ def apply(sources: Sources, document: Document) -> None:
     _put_optimizer(sources, document)
     _put_clipping(sources, document)
     _note(sources, document)
+
+
+def _ask_what_if(sources: Sources, document: Document) -> None:
+    """zero.* of launchguard's own sources go into the config before it is completed, so that what depends on them follows."""
+    for name, setting in sources.stated.items():
+        part, _, rest = name.partition(".")
+        if part == "zero" and rest not in _DERIVED and setting.value is not None:
+            document.put(_ELSEWHERE.get(rest, f"zero_optimization.{rest}"), setting.value, setting.origin)
 
 
 def _complete_raw(sources: Sources, document: Document) -> None:

@@ -126,5 +126,10 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def reads_tokens(config: Mapping[str, Any]) -> bool:
+    """True for a model with a vocabulary; the length of an image model's sequence is its own."""
+    return any("vocab_size" in part for part in (config, *_text_parts(config))) or "image_size" not in config
+
+
 def _text_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)]

@@ -19,6 +19,7 @@ from launchguard.job import Origin, Setting
 COMMAND_LINE = "command line"
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # transformers/hf_argparser.py:string_to_bool
 _NUMBER = re.compile(r"^-\.?\d")
+_SHORTEST_ABBREVIATION = 12
 _HYDRA = re.compile(r"^\+{0,2}[A-Za-z_][\w.]*=")
 
 
@@ -58,12 +59,21 @@ def parse(tokens: Sequence[str], fields: Mapping[str, Field], where: str = COMMA
     given: dict[str, Setting] = {}
     for flag, values in _groups(tokens):
         name = flag.lstrip("-").replace("-", "_")
+        name = _abbreviated(name, fields)
         known = fields.get(name)
         if known is None and not values and name.startswith("no_") and _is_bool(fields.get(name[3:])):
             given[name[3:]] = Setting(False, Origin(where, flag))  # HfArgumentParser's complement of a True default
             continue
         given[name] = Setting(_typed(known, values, flag, where), Origin(where, flag))
     return given
+
+
+def _abbreviated(name: str, fields: Mapping[str, Field]) -> str:
+    """argparse accepts a unique beginning of a flag; only long ones are taken, for the script's own flags are not known here."""
+    if name in fields or len(name) < _SHORTEST_ABBREVIATION:
+        return name
+    longer = [field for field in fields if field.startswith(name)]
+    return longer[0] if len(longer) == 1 else name
 
 
 def from_file(name: str, cwd: str) -> dict[str, Setting]:
@@ -112,7 +122,7 @@ def _is_bool(known: Field | None) -> bool:
 
 def _typed(known: Field | None, values: Sequence[str], flag: str, where: str) -> Any:
     """The value of a flag by its field's annotation, by its looks for a flag no dataclass knows."""
-    if known is not None and known.accepts("list") and not known.accepts("dict"):
+    if known is not None and known.accepts("list") and (len(values) > 1 or not known.accepts("str")):
         return list(values)
     if not values:
         if known is None or known.accepts("bool"):

@@ -6,13 +6,16 @@ import ast
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launchguard.job import LaunchSpec, Origin, Setting
 
 # Classes and functions whose call decides something; the value is a loop or a strategy.
 _LOOPS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "Seq2SeqTrainer": "trainer", "Trainer": "trainer"}
+_OTHER_LOOPS = ("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "KTOTrainer", "RewardTrainer", "PRMTrainer", "ORPOTrainer", "CPOTrainer",
+                "OnlineDPOTrainer", "GKDTrainer", "DistillationTrainer")  # fmt: skip
+_OTHER_FRAMEWORKS = ("lightning", "pytorch_lightning", "composer", "megatron", "torchtitan", "colossalai")
 _STRATEGIES = {"fully_shard": "fsdp2", "FSDP": "fsdp1", "FullyShardedDataParallel": "fsdp1",
                "DDP": "ddp", "DistributedDataParallel": "ddp"}  # fmt: skip
 _ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig")
@@ -26,23 +29,45 @@ _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
 @dataclass(frozen=True)
 class Call:
-    """One call in the script. owner: what stands before the dot; keywords: those that are literals, or names argparse gave us."""
+    """One call in the script. owner: what stands before the dot; keywords: those that are literals; references: keyword, or position
+    as text, -> attribute it takes its value from ("batch_size" of args.batch_size)."""
 
     name: str
     owner: str
     origin: Origin
     positional: tuple[Any, ...]
     keywords: Mapping[str, Setting]
+    references: Mapping[str, str] = field(default_factory=dict)
+
+    def bound(self, given: Mapping[str, Setting]) -> Call:
+        """The call with its references replaced by the script's arguments of that name."""
+        found = {place: given[name] for place, name in self.references.items() if name in given}
+        positional = tuple(found[str(at)].value if str(at) in found else value for at, value in enumerate(self.positional))
+        keywords = {**{place: setting for place, setting in found.items() if not place.isdigit()}, **self.keywords}
+        return replace(self, positional=positional, keywords=keywords)
 
 
 @dataclass(frozen=True)
 class ScriptSource:
-    """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags."""
+    """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags;
+    modules: top-level names of what it imports."""
 
     name: str = ""
     calls: tuple[Call, ...] = ()
     used: Mapping[str, Origin] = field(default_factory=dict)
     defaults: Mapping[str, Setting] = field(default_factory=dict)
+    modules: Mapping[str, Origin] = field(default_factory=dict)
+
+    def bound(self, given: Mapping[str, Setting]) -> ScriptSource:
+        """The source with every `args.name` in its calls replaced by what the script was given."""
+        return replace(self, calls=tuple(call.bound(given) for call in self.calls))
+
+    def not_modelled(self) -> Setting | None:
+        """A framework or trainer whose loop is not modelled."""
+        for name in (*_OTHER_FRAMEWORKS, *_OTHER_LOOPS):
+            if name in self.modules or name in self.used:
+                return Setting(name, self.modules.get(name) or self.used[name])
+        return None
 
     def first(self, *names: str) -> Call | None:
         """The first call of one of these names."""
@@ -50,6 +75,9 @@ class ScriptSource:
 
     def loop(self) -> Setting | None:
         """Whose training loop the script runs, if one of the known classes is used in it."""
+        other = self.not_modelled()
+        if other is not None:
+            return Setting("torch" if other.value in _OTHER_FRAMEWORKS else "trainer", other.origin)
         for name, loop in _LOOPS.items():
             if name in self.used:
                 return Setting(loop, self.used[name])
@@ -119,7 +147,7 @@ def read(launch: LaunchSpec) -> ScriptSource:
     name = launch.script if launch.script and not launch.is_module else os.path.relpath(path, launch.cwd)
     reader = _Reader(name)
     reader.visit(tree)
-    return ScriptSource(name, tuple(reader.calls), reader.used, reader.defaults)
+    return ScriptSource(name, tuple(reader.calls), reader.used, reader.defaults, reader.modules)
 
 
 def _path(launch: LaunchSpec) -> str | None:
@@ -143,7 +171,21 @@ class _Reader(ast.NodeVisitor):
         self.calls: list[Call] = []
         self.used: dict[str, Origin] = {}
         self.defaults: dict[str, Setting] = {}
+        self.modules: dict[str, Origin] = {}
         self._constants: dict[str, Any] = {}
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.modules.setdefault(alias.name.split(".")[0], self._origin(node))
+        self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.module and not node.level:
+            self.modules.setdefault(node.module.split(".")[0], self._origin(node))
+        self.generic_visit(node)
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.used.setdefault(node.asname or node.name, self._origin(node))
 
     def visit_Name(self, node: ast.Name) -> None:
         self.used.setdefault(node.id, self._origin(node))
@@ -164,7 +206,8 @@ class _Reader(ast.NodeVisitor):
         if name == "add_argument":
             self._argparse(node)
         elif name in _READ:
-            self.calls.append(Call(name, owner, self._origin(node), tuple(self._positional(node)), dict(self._keywords(node))))
+            positional, keywords = tuple(self._positional(node)), dict(self._keywords(node))
+            self.calls.append(Call(name, owner, self._origin(node), positional, keywords, dict(_references(node))))
         self.generic_visit(node)
 
     def _origin(self, node: ast.AST) -> Origin:
@@ -200,6 +243,16 @@ def _callee(function: ast.expr) -> tuple[str, str]:
     if isinstance(function, ast.Attribute):
         return function.attr, _callee(function.value)[0]
     return "", ""
+
+
+def _references(node: ast.Call) -> Iterator[tuple[str, str]]:
+    """Arguments of the form args.name: (keyword or position, name)."""
+    for at, argument in enumerate(node.args):
+        if isinstance(argument, ast.Attribute) and isinstance(argument.value, ast.Name):
+            yield str(at), argument.attr
+    for keyword in node.keywords:
+        if keyword.arg and isinstance(keyword.value, ast.Attribute) and isinstance(keyword.value.value, ast.Name):
+            yield keyword.arg, keyword.value.attr
 
 
 def _value(node: ast.expr, constants: Mapping[str, Any]) -> tuple[bool, Any]:

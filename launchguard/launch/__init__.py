@@ -7,14 +7,12 @@ calls the argument parser of the installed library (imported lazily), starts not
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
-import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from launchguard import registry
 from launchguard.errors import InputError
-from launchguard.job import LaunchSpec, Note, Origin
+from launchguard.job import LaunchSpec, Note
 from launchguard.launch._environment import inherited
 from launchguard.launch._gpus import local_gpus
 
@@ -25,8 +23,7 @@ _RUNNERS = {"uv": "run", "poetry": "run", "pdm": "run", "pipenv": "run"}
 
 def launchers() -> tuple[str, ...]:
     """Names of the known launchers, in the order in which they are asked."""
-    names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
-    return tuple(sorted(names, key=lambda name: (name == _FALLBACK, name)))
+    return tuple(sorted(registry.names("launch"), key=lambda name: (name == _FALLBACK, name)))
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: int | None = None) -> LaunchSpec:
@@ -40,7 +37,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
     command, assigned, wrapper = _unwrap(argv)
     whole_env = {**env, **assigned}
     for name in launchers():
-        launcher: Any = importlib.import_module(f"{__name__}.{name}")
+        launcher = registry.load("launch", name)
         if command and launcher.matches(command):
             launch = launcher.parse(command, whole_env, cwd, gpus_per_node)
             notes = launch.notes
@@ -84,6 +81,3 @@ def _unwrap(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
         wrapper += rest[:taken]
         rest = rest[taken:]
     return rest, assigned, wrapper
-
-
-__all__ = ["Origin", "launchers", "parse", "without_command"]

@@ -34,7 +34,8 @@ class DeviceProfile:
     total_bytes: what the driver reports as total, the lowest seen; context_bytes: CUDA context with its kernels during training, outside
     every torch counter, context_low..context_high its interval; sms: multiprocessors (compute units);
     max_threads_per_sm: decides the scratch of reductions; cublas_workspace_bytes: per (handle, stream), inside torch's allocator;
-    interconnect: "nvlink" | "xgmi" | "pcie" | "vendor" between the cards of a node.
+    interconnect: "nvlink" | "xgmi" | "pcie" | "vendor" between the cards of a node; source: who printed these figures ("idx N": file N of
+    a public index of code text, found by exact string).
     """
 
     id: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import StringIO
+from textwrap import shorten
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -223,7 +224,7 @@ def _background(verdict: Verdict) -> list[Text]:
     low, high = verdict.interval_bytes
     device = verdict.device
     offered = f"{gib(device.usable_bytes)} usable, {gib(device.budget_bytes)} after headroom"
-    lines = [_fact("device", f"{device.name}, {offered} ({device.source})")]
+    lines = [_fact("device", f"{device.name}, {offered} ({shorten(device.source, 60, placeholder=' ...')})")]
     for node in verdict.host:
         budget = f"of {gib(node.budget_bytes)}" if node.budget_bytes is not None else "(what the node has is not known)"
         lines.append(_fact("host", f"node {node.node} needs {gib(node.peak_bytes)} {budget} in {node.phase}"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._stream import MicroBatch, MicroBatchHooks, Stream
-from launchguard.units import dtype_bytes
+from launchguard.units import MIB, dtype_bytes
 
 STEPS = 3  # the first creates optimizer states, the second is ZeRO-3's first with a complete trace, the third is steady
 MAX_MICRO_BATCHES = 3  # of one accumulation: the first, one like all in the middle, and the last
@@ -49,10 +51,57 @@ class Engine(MicroBatchHooks):
             self.stream.alloc(nbytes, Category.PARAMETERS, "buffers")
 
 
+BROADCAST_BUCKET_BYTES = 250 * MIB
+BROADCASTS_IN_FLIGHT = 2
+
+
+def broadcast_coalesced(stream: Stream, sizes: Sequence[int]) -> None:
+    """Broadcast of tensors from rank 0 in flat buckets of 250 MiB, two in flight; a tensor alone in its bucket is sent in place
+    (torch 2.13 csrc/distributed/c10d/comm.cpp:broadcast_coalesced, utils/tensor_flatten.h)."""
+    buckets, current = [], []
+    for nbytes in sizes:
+        current.append(nbytes)
+        if sum(current) >= BROADCAST_BUCKET_BYTES:
+            buckets.append(current)
+            current = []
+    buckets += [current] if current else []
+    in_flight: list[int] = []
+    for bucket in buckets:
+        if len(in_flight) == BROADCASTS_IN_FLIGHT:
+            stream.free(in_flight.pop(0))
+        in_flight.append(stream.alloc(sum(bucket), Category.COMMUNICATION, "parameter broadcast") if len(bucket) > 1 else 0)
+    stream.free(*in_flight)
+
+
+class InputFeed:
+    """Who holds micro-batches on the device. The HF Trainer fetches all of an optimizer step before its first forward and keeps them until
+    it has fetched the next (transformers 5.24 trainer.py:get_batch_samples); Accelerate's loader keeps the current one."""
+
+    def __init__(self, job: JobSpec, micro_batch: MicroBatch, stream: Stream) -> None:
+        self.job, self.sizes, self.stream = job, micro_batch.input_bytes, stream
+        self.whole_step = job.loop in ("trainer", "sft", "dpo")
+        self.holds = self.whole_step or job.loop == "accelerate"
+        self.held: list[int] = []
+
+    def fetch(self, micro_batches: int) -> None:
+        fresh = [self.stream.alloc(n, Category.ACTIVATIONS, "inputs") for _ in range(micro_batches) for n in self.sizes]
+        self.stream.free(*self.held)
+        self.held = fresh
+
+    def before_step(self) -> None:
+        if self.whole_step:
+            self.fetch(self.job.gradient_accumulation_steps)
+
+    def before_micro_batch(self) -> None:
+        if self.holds and not self.whole_step:
+            self.fetch(1)
+
+
 def run_job(engine: Engine) -> Stream:
     """Everything the rank allocates, from load to the last optimizer step."""
     stream, job = engine.stream, engine.job
     micro_batch = MicroBatch(engine.trace, engine.device.cublas_workspace_bytes)
+    feed = InputFeed(job, micro_batch, stream)
     stream.phase("load")
     engine.load()
     stream.phase("prepare")
@@ -60,9 +109,11 @@ def run_job(engine: Engine) -> Stream:
     count = min(job.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     for n in range(1, STEPS + 1):
         name = str(min(n, 2))  # phases "forward_1" ... of the first optimizer step, "forward_2" ... of all later ones
+        feed.before_step()
         for i in range(count):
+            feed.before_micro_batch()
             engine.begin_micro_batch(last=i == count - 1)
-            micro_batch.run(stream, engine, (f"forward_{name}", f"backward_{name}"))
+            micro_batch.run(stream, engine, (f"forward_{name}", f"backward_{name}"), inputs_held=feed.holds)
         stream.phase(f"step_{name}")
         engine.step()
         stream.phase("idle")

@@ -90,6 +90,8 @@ class MicroBatch:
     def __init__(self, trace: StepTrace, workspace_bytes: int = 0) -> None:
         self.trace = trace
         self._cold = [workspace_bytes, workspace_bytes]  # forward, backward
+        self.inputs = frozenset(i for i in trace.inputs if i > 0)
+        self.input_bytes = [b for op, a, b in trace.events if op is TraceOp.ALLOC and a in self.inputs]
         self.events = [(int(op), a, b) for op, a, b in trace.events]
         self.saved = saved_for_backward(trace)
         self.names = [m.name or m.cls for m in trace.modules]
@@ -99,13 +101,19 @@ class MicroBatch:
         stream.alloc(self._cold[thread], Category.OVERHEAD, "cuBLAS workspace")
         self._cold[thread] = 0
 
-    def run(self, stream: Stream, hooks: MicroBatchHooks, phase: Sequence[str] = ("forward", "backward")) -> None:
-        """Replay forward and backward, calling the hooks at every mark. phase: names of the two phases."""
+    def run(
+        self, stream: Stream, hooks: MicroBatchHooks, phase: Sequence[str] = ("forward", "backward"), inputs_held: bool = False
+    ) -> None:  # fmt: skip
+        """Replay forward and backward, calling the hooks at every mark. phase: names of the two phases; inputs_held: the loop holds the
+        micro-batch itself, so it is neither allocated nor freed here."""
+        elsewhere = self.inputs if inputs_held else frozenset()
         alloc, free, enter, exit_, b_enter, b_exit, grad, forward, backward, end, matmul = range(len(TraceOp))
         handles: dict[int, int] = {}
         owned: set[int] = set()
         where, in_backward = [self.names[0]], False
         for op, a, b in self.events:
+            if op <= free and a in elsewhere:
+                continue
             if op == alloc:
                 category = Category.ACTIVATIONS if a in self.saved else Category.GRADIENTS if a in self.is_grad else Category.TEMPORARIES
                 handles[a] = stream.alloc(b, category, where[-1])

@@ -77,7 +77,8 @@ class PartitionedEngine(ZeroEngine):
             largest = max(self.numel[i] for i in self.group_of)
             stream.alloc(largest * self.b, Category.COMMUNICATION, "offload gradient buffer")
             self.keep_host("gradient staging", self.pinned(largest * self.b))
-            self.mark_host("prepare", {"unpinned copies": max(g.size for g in self.flat) * self.master})
+            unpinned = max(g.size for g in self.flat) * self.master if self.zero.offload_pin_memory else 0
+            self.mark_host("prepare", {"pageable copies while pinning": unpinned})
         else:
             grads = [stream.alloc(g.size * self.master, Category.GRADIENTS, "fp32 gradient partition") for g in self.flat]
             stream.free(*grads)

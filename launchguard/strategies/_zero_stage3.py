@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from launchguard.events import Category
 from launchguard.job import OptimizerSpec
@@ -29,19 +29,24 @@ class ShardedEngine(ZeroEngine):
         self.offload_param = self.zero.offload_param != "none"
         if self.zero.zero_init:
             self.alloc_buffers()
-            made = dtype_bytes(self.job.precision.load)
-            for params in self._by_owner():
-                for i in params:
-                    self._create(i, made)
-                for i in params:
-                    self._partition(i)
+            self._load_partitioned()
 
-    def _by_owner(self) -> list[list[int]]:
-        """Parameters by the module that owns them directly, in model order."""
-        owners: dict[int, list[int]] = {}
+    def _load_partitioned(self) -> None:
+        """Module by module; a tied parameter is made and partitioned once per owner, until the model ties them."""
+        made = dtype_bytes(self.job.precision.load)
+        owned: dict[int, list[int]] = {}
         for i, p in enumerate(self.trace.params):
-            owners.setdefault(p.module, []).append(i)
-        return list(owners.values())
+            for module in p.owners:
+                owned.setdefault(module, []).append(i)
+        duplicates = []
+        for module in sorted(owned):
+            for i in owned[module]:
+                self._create(i, made)
+            for i in owned[module]:
+                first = self.parts.get(i, 0)
+                self._partition(i)
+                duplicates.append(first)
+        self.stream.free(*duplicates)
 
     def _create(self, i: int, made: int) -> None:
         first = self.stream.alloc(self.numel[i] * made, Category.PARAMETERS, "parameters being created")
@@ -61,14 +66,28 @@ class ShardedEngine(ZeroEngine):
             for i in range(len(self.numel)):
                 self._partition(i)
         self.gathered: dict[int, int] = {}
+        self.saved: dict[int, list[int]] = {}
+        self.recomputing = False
         self.gather_stream = ALLGATHER_STREAM if zero.overlap_comm else 0
         self.side = REDUCE_STREAM if zero.overlap_comm else 0
         self._make_modules()
         self._make_states()
         self._make_gradients()
         for i in self.params:  # create_reduce_and_remove_grad_hooks gathers each parameter once
-            self.stream.touch(self.q[i] * self.world * self.b, Category.PARAMETERS, "gathered parameters")
-        self.mark_host("prepare")
+            gathered = self.stream.alloc(self._padded(i) * self.b, Category.PARAMETERS, "gathered parameters")
+            if self.offload_param:
+                self.stream.touch(self.q[i] * self.b, Category.COMMUNICATION, "all-gather")
+            self.stream.free(gathered)
+        self.mark_host("prepare", self._host_transient())
+
+    def _host_transient(self) -> dict[str, int]:
+        """initialize_optimizer_states: a shared gradient buffer of the largest sub-group beside the pinned ones, each of which is filled
+        from a pageable one; the averaged gradients come later."""
+        if not self.offload:
+            return {}
+        largest = max(self.sizes) * self.master
+        pageable = largest if self.zero.offload_pin_memory else 0
+        return {"gradient buffers at init": max(0, largest + pageable - self.host["averaged gradients"])}
 
     def _partition(self, i: int) -> None:
         """partition_parameters.py:_partition_param, and the secondary copy of hpZ."""
@@ -229,9 +248,20 @@ class ShardedEngine(ZeroEngine):
         self.stream.free(flight.flat)
 
     def release(self, param: int) -> None:
+        """free_param. What a non-reentrant checkpoint recomputes, it saves as detached tensors (torch/utils/checkpoint.py:pack_hook): they
+        keep the gathered storage until the parameter's own backward, whatever becomes of param.data."""
         if self.zero.zero_hpz_partition_size > 1:
             self._make_secondary(param)
-        self.stream.free(self.gathered.pop(param))
+        handle = self.gathered.pop(param)
+        if self.recomputing:
+            self.saved.setdefault(param, []).append(handle)
+        else:
+            self.stream.free(handle)
+
+    def _forget_saved(self, params: Iterable[int]) -> None:
+        """Their backward has run: autograd lets go of the saved parameters."""
+        for param in params:
+            self.stream.free(*self.saved.pop(param, ()))
 
     # micro-batch ---------------------------------------------------------------------------------------------------
     def forward_begin(self) -> None:
@@ -243,7 +273,9 @@ class ShardedEngine(ZeroEngine):
 
     def exit(self, module: int, recompute: bool) -> None:
         if self.hooked[module]:
+            self.recomputing = recompute and not self.job.activation_checkpointing.use_reentrant
             self.coordinator.release(module, True)
+            self.recomputing = False
 
     def backward_enter(self, module: int) -> None:
         if self.hooked[module]:
@@ -251,12 +283,14 @@ class ShardedEngine(ZeroEngine):
 
     def backward_exit(self, module: int) -> None:
         if self.hooked[module]:
+            self._forget_saved(self.params_of[module])
             self.coordinator.release(module, False)
             self._leave_leaf(module)
 
     def grad(self, param: int, handle: int) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads. Gradients inside a leaf module wait for its backward to end. Linear layers run
         zero/linear.py:LinearFunctionForZeroStage3, which hands over the weight's gradient first; torch's own, the bias's."""
+        self._forget_saved((param,))
         leaf, weight = self.leaf_params.get(param), self.weight_of.get(param, -1)
         if leaf is not None:
             self.held_in_leaf.setdefault(leaf, []).append((param, handle))
@@ -287,6 +321,7 @@ class ShardedEngine(ZeroEngine):
         """independent_gradient_partition_epilogue, release_backward_leftovers."""
         for module in list(self.held_in_leaf):
             self._leave_leaf(module)
+        self._forget_saved(list(self.saved))
         for bias in self.held_bias.values():
             self._to_bucket(*bias)
         self.held_bias, self.seen = {}, set()

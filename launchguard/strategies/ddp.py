@@ -6,10 +6,12 @@ trainable gradients and live from construction to the end; `.grad` is a separate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import DdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
-from launchguard.strategies._loop import schedule_of
+from launchguard.strategies._loop import broadcast_coalesced, schedule_of
 from launchguard.strategies.single import SingleEngine, representatives
 from launchguard.units import MIB, dtype_bytes
 
@@ -17,38 +19,53 @@ __all__ = ["DdpEngine", "representatives", "schedule"]
 
 FIRST_BUCKET_BYTES = 1 * MIB  # distributed.py: _DEFAULT_FIRST_BUCKET_BYTES, before bucket_cap_mb takes over
 BUCKET_BYTES = 25 * MIB
-BROADCAST_BYTES = 250 * MIB  # parameters are broadcast in coalesced chunks at construction
 
 
 class DdpEngine(SingleEngine):
+    def __init__(self, job: JobSpec, trace: StepTrace, rank: int, device: DeviceProfile) -> None:
+        super().__init__(job, trace, rank, device)
+        self.buckets: list[int] = []
+        self.ready: list[int] = []  # parameters in the order in which their gradients arrived
+        self.rebuilt = self.spec.find_unused_parameters and not self.spec.static_graph  # then buckets are never rebuilt
+
     @property
     def spec(self) -> DdpSpec:
         return self.job.ddp or DdpSpec()
 
     def prepare(self) -> None:
-        self._broadcast()
-        for nbytes in self.buckets():
-            self.stream.alloc(nbytes, Category.GRADIENTS, "DDP buckets")
+        broadcast_coalesced(self.stream, [self.stored_bytes(i) for i in range(len(self.trace.params))])
+        self._allocate_buckets(self.trainable)
         super().prepare()
 
-    def _broadcast(self) -> None:
-        chunk = 0
-        for i in range(len(self.trace.params)):
-            chunk = min(chunk + self.stored_bytes(i), BROADCAST_BYTES)
-        self.stream.touch(chunk, Category.COMMUNICATION, "DDP parameter broadcast")
+    def _allocate_buckets(self, order: Sequence[int]) -> None:
+        self.stream.free(*self.buckets)
+        self.buckets = [self.stream.alloc(n, Category.GRADIENTS, "DDP buckets") for n in reversed(self.bucket_sizes(order))]
 
-    def buckets(self) -> list[int]:
-        """Bucket sizes in bytes: parameters in reverse order, per dtype, closed when the cap is reached."""
+    def bucket_sizes(self, order: Sequence[int]) -> list[int]:
+        """Bytes of the buckets: per dtype, closed when the cap is reached (reducer.cpp:compute_bucket_assignment_by_size)."""
         sizes: list[int] = []
         filling: dict[str, int] = {}
-        for i in reversed(self.trainable):
+        for i in order:
             p = self.trace.params[i]
             filling[p.dtype] = filling.get(p.dtype, 0) + p.numel * dtype_bytes(p.dtype)
             if filling[p.dtype] >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
                 sizes.append(filling.pop(p.dtype))
         return sizes + list(filling.values())
 
+    def forward_begin(self) -> None:
+        """Before the second forward the buckets are made anew in the order in which gradients became ready (Reducer::rebuild_buckets)."""
+        if self.ready and not self.rebuilt:
+            self.rebuilt = True
+            self._allocate_buckets(self.ready)
+
+    def exit(self, module: int, recompute: bool) -> None:
+        """find_unused_parameters: outputs pass through _DDPSink, which clones them (distributed.py:_DDPSink.forward)."""
+        if module == 0 and not recompute and self.spec.find_unused_parameters:
+            self.stream.free(*[self.stream.alloc(n, Category.ACTIVATIONS, "outputs cloned by DDP") for n in self.trace.output_bytes])
+
     def grad(self, param: int, handle: int) -> None:
+        if not self.rebuilt and len(self.ready) < len(self.trainable):
+            self.ready.append(param)
         if self.spec.gradient_as_bucket_view:
             self.stream.free(handle)  # copied into the bucket; .grad is a view of it
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import FsdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
-from launchguard.strategies._loop import Engine, schedule_of
+from launchguard.strategies._loop import Engine, broadcast_coalesced, schedule_of
 from launchguard.strategies._units import Unit, units_of
 from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm
 from launchguard.units import ceil_div, dtype_bytes, round_up
@@ -71,12 +71,14 @@ class Fsdp1Engine(Engine):
             if self.spec.offload_params:
                 continue
             own = [self.stream.alloc(self.stored_bytes(i, load), Category.PARAMETERS, "unit before sharding") for i in h.unit.params]
+            if self.spec.sync_module_states:
+                broadcast_coalesced(self.stream, [self.stored_bytes(i, load) for i in h.unit.params])
             flat = self.stream.alloc(h.numel * dtype_bytes(load), Category.PARAMETERS, "flattened unit")
-            self.stream.free(*own)
             if not self.replicated:
                 shard = self.stream.alloc(h.shard * dtype_bytes(load), Category.PARAMETERS, "sharded parameters")
                 self.stream.free(flat)
                 flat = shard
+            self.stream.free(*own)
             if load != h.stored:  # accelerate upcasts trainable flat parameters unit by unit after wrapping
                 self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.PARAMETERS, "sharded parameters")
                 self.stream.free(flat)
@@ -90,7 +92,7 @@ class Fsdp1Engine(Engine):
             if not h.trainable:
                 continue
             if not self.spec.use_orig_params:
-                stepped.append(((h.shard,), h.stored))
+                stepped.append(SteppedTensor((h.shard,), h.stored))
                 continue
             step, offset = ALIGNMENT_BYTES // dtype_bytes(h.compute), 0
             low = 0 if self.replicated else (self.rank % self.shards) * h.shard
@@ -98,7 +100,7 @@ class Fsdp1Engine(Engine):
                 n = self.trace.params[i].numel
                 mine = min(offset + n, low + h.shard) - max(offset, low)
                 if mine > 0 and self.trace.params[i].requires_grad:
-                    stepped.append(((mine,), h.stored))
+                    stepped.append(SteppedTensor((mine,), h.stored))
                 offset += round_up(n, step)
         return stepped
 

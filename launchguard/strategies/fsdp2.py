@@ -95,10 +95,10 @@ class Fsdp2Engine(Engine):
             self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.PARAMETERS, "parameter broadcast")
 
     def _parameter_groups(self) -> list[list[SteppedTensor]]:
-        tensors = [(self._local_shape(i), self.stored_dtype(i)) for i in self.trainable]
+        tensors = [SteppedTensor(self._local_shape(i), self.stored_dtype(i)) for i in self.trainable]
         if self.job.loop not in ("trainer", "sft", "dpo"):
             return [tensors]
-        return [[t for t in tensors if len(t[0]) > 1], [t for t in tensors if len(t[0]) <= 1]]
+        return [[t for t in tensors if len(t.shape) > 1], [t for t in tensors if len(t.shape) <= 1]]
 
     def _local_shape(self, i: int) -> tuple[int, ...]:
         """The unpadded local shard, which optimizer states follow."""

@@ -7,6 +7,7 @@ profiles/optimizers/*.yaml, tested against the real classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from launchguard.events import Category
 from launchguard.job import OptimizerSpec
@@ -14,7 +15,14 @@ from launchguard.profiles import optimizer, state_bytes, temporary_bytes
 from launchguard.strategies._stream import Stream
 from launchguard.units import dtype_bytes
 
-SteppedTensor = tuple[tuple[int, ...], str]  # shape and dtype of one tensor that the optimizer updates
+
+class SteppedTensor(NamedTuple):
+    """One tensor that the optimizer updates. full_precision: its states are kept unquantised (nn.Embedding under the HF Trainer,
+    transformers 5.24 trainer_optimizer.py: GlobalOptimManager override)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    full_precision: bool = False
 
 
 class OptimizerStates:
@@ -32,9 +40,13 @@ class OptimizerStates:
     def _create(self, group: Sequence[SteppedTensor]) -> None:
         if not self.on_device:
             return
-        for shape, dtype in group:
-            for name, nbytes in state_bytes(self.profile, shape, dtype, self.spec.params, implementation=self.spec.implementation):
+        for tensor in group:
+            for name, nbytes in self._states(SteppedTensor(*tensor)):
                 self.stream.alloc(nbytes, Category.OPTIMIZER_STATES, name)
+
+    def _states(self, tensor: SteppedTensor) -> list[tuple[str, int]]:
+        how, quantized = self.spec.implementation, not tensor.full_precision
+        return state_bytes(self.profile, tensor.shape, tensor.dtype, self.spec.params, implementation=how, quantized=quantized)
 
     def step(self) -> None:
         for group in self.groups:
@@ -46,7 +58,7 @@ class OptimizerStates:
     def _temporaries(self, group: Sequence[SteppedTensor]) -> None:
         if not self.on_device:
             return
-        sizes = [numel(shape) * dtype_bytes(dtype) for shape, dtype in group]
+        sizes = [numel(t[0]) * dtype_bytes(t[1]) for t in group]
         total, largest = sum(sizes), max(sizes)
         nbytes = temporary_bytes(self.profile, self.spec.implementation, total, largest, self.spec.params, dtype=group[0][1])
         if nbytes >= total:  # foreach: a list of tensors like the parameters, as many times as it takes
@@ -57,8 +69,7 @@ class OptimizerStates:
 
     def state_bytes_total(self) -> int:
         """Bytes of all states, wherever they live; for host accounting under offload."""
-        return sum(n for g in self.groups for shape, dtype in g
-                   for _, n in state_bytes(self.profile, shape, dtype, self.spec.params, implementation=self.spec.implementation))  # fmt: skip
+        return sum(n for group in self.groups for tensor in group for _, n in self._states(SteppedTensor(*tensor)))
 
 
 def numel(shape: tuple[int, ...]) -> int:

@@ -27,10 +27,14 @@ class SingleEngine(Engine):
 
     def parameter_groups(self) -> list[list[SteppedTensor]]:
         """The HF Trainer keeps biases and norms in a group of their own (transformers 5.24 trainer.py:create_optimizer)."""
-        tensors = [(self.trace.params[i].shape, self.trace.params[i].dtype) for i in self.trainable]
-        if self.job.loop not in ("trainer", "sft", "dpo"):
+        params, trainer = self.trace.params, self.job.loop in ("trainer", "sft", "dpo")
+        tensors = [
+            SteppedTensor(params[i].shape, params[i].dtype, trainer and self.trace.modules[params[i].module].cls == "Embedding")
+            for i in self.trainable
+        ]
+        if not trainer:
             return [tensors]
-        return [[t for t in tensors if len(t[0]) > 1], [t for t in tensors if len(t[0]) <= 1]]
+        return [[t for t in tensors if len(t.shape) > 1], [t for t in tensors if len(t.shape) <= 1]]
 
     def grad(self, param: int, handle: int) -> None:
         if param in self.grads:

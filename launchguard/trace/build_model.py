@@ -130,7 +130,7 @@ def _from_factory(request: TraceRequest) -> torch.nn.Module:
             model = target(**request.kwargs)
     except Exception as e:  # the user's own code may raise anything
         raise Unpredictable(f"{request.factory} failed while building on the meta device: {type(e).__name__}: {e}",
-                            help="the factory must not read weights or values; guard such code with device.type != 'meta'") from e  # fmt: skip
+                            help="the factory must not read weights or values; build on the default device") from e  # fmt: skip
     if not isinstance(model, torch.nn.Module):
         raise InputError(
             f"{request.factory} returned a {type(model).__name__}, not a torch.nn.Module", where="--model", help="return the module"

@@ -32,6 +32,8 @@ def encode(trace: StepTrace) -> bytes:
         "buffer_bytes": trace.buffer_bytes,
         "events": flat,
         "facts": dict(trace.facts),
+        "inputs": trace.inputs,
+        "output_bytes": trace.output_bytes,
     }
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
 
@@ -45,7 +47,8 @@ def decode(data: bytes) -> StepTrace:
     params = tuple(ParamInfo(n, tuple(shape), dtype, grad, module, tuple(owners), stored)
                    for n, shape, dtype, grad, module, owners, stored in document["params"])  # fmt: skip
     modules = tuple(ModuleInfo(*m) for m in document["modules"])
-    return StepTrace(params, modules, tuple(document["buffer_bytes"]), events, document["facts"])
+    ends = tuple(document["inputs"]), tuple(document["output_bytes"])
+    return StepTrace(params, modules, tuple(document["buffer_bytes"]), events, document["facts"], *ends)
 
 
 def load(key: str) -> StepTrace | None:

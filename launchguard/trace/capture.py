@@ -6,6 +6,8 @@ PyTorch keeps alive as long as the C++ storage). Scratch that a CUDA op holds wh
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +20,8 @@ from launchguard.events import ModuleInfo, ParamInfo, StepTrace, TraceEvent, Tra
 from launchguard.trace.cuda_semantics import DEVICE, SCRATCH, Card
 
 aten = torch.ops.aten
-MATMULS = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm") if hasattr(aten, name))
+MATMULS = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm"))
+VALUE_READS = frozenset((aten._local_scalar_dense.default, aten.is_nonzero.default))
 
 
 class Tracker(TorchDispatchMode):
@@ -33,6 +36,7 @@ class Tracker(TorchDispatchMode):
         self._ids: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._count = 0
+        self.value_reads: set[str] = set()
         self._warm = [False, False]  # forward, backward: a matrix product has run there
 
     # storages --------------------------------------------------------------------------------------------------------
@@ -76,6 +80,10 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
+        if func in VALUE_READS:
+            return self._read_value(args[0])
+        if func is aten._to_copy.default and getattr(args[0], "constant", None) is not None:
+            args[0].constant = None  # fake mode would move the real value to a device that has none
         if func in MATMULS and not self._warm[self.in_backward]:
             self._warm[self.in_backward] = True
             self.mark(TraceOp.MATMUL)
@@ -91,6 +99,14 @@ class Tracker(TorchDispatchMode):
         if scratch is not None:
             self._touch(scratch(self.card, args, out))
         return out
+
+    def _read_value(self, t: torch.Tensor) -> bool | int | float:
+        """Host code asks for a value: there is none, so it reads zero, and the trace says who asked."""
+        constant = getattr(t, "constant", None)
+        if constant is not None:
+            return constant.item()
+        self.value_reads.add(_caller())
+        return False if t.dtype == torch.bool else 0.0 if t.dtype.is_floating_point else 0
 
     def _touch(self, nbytes: int) -> None:
         if nbytes > 0:
@@ -116,6 +132,14 @@ class Tracker(TorchDispatchMode):
                 self._ids[key] = -1
                 return ident
         return None
+
+
+def _caller() -> str:
+    """File and line outside torch and launchguard that is running: "modeling_x.py:12"."""
+    frame = sys._getframe(1)
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/launchguard/trace/" in frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "?"
 
 
 class _BackwardExit(torch.autograd.Function):
@@ -244,7 +268,7 @@ def capture(
     mode: FakeTensorMode, model: torch.nn.Module, make_batch: Callable[[], dict[str, Any]], run: Callable[..., Any],
     card: Card, progress: Callable[[str], None], facts: dict[str, Any], outputs_alive: bool = False,
 ) -> StepTrace:  # fmt: skip
-    """Run one micro-batch. make_batch: the inputs, made on the device as the loop's forward begins; run(model, batch) -> (loss, outputs)."""
+    """Run one micro-batch. make_batch: allocates the inputs as the loop's forward begins; run(model, batch) -> (loss, outputs)."""
     tracker = Tracker(card)
     tracker.ignore([*model.parameters(), *model.buffers()])
     marks = ModuleMarks(model, tracker)
@@ -252,7 +276,11 @@ def capture(
     with mode, tracker:
         tracker.mark(TraceOp.FORWARD)
         progress("forward")
-        loss, outputs = run(model, make_batch())
+        batch = make_batch()
+        inputs = tuple(tracker.see(t) for t in batch.values())
+        loss, outputs = run(model, batch)
+        batch.clear()
+        output_bytes = tuple(t.untyped_storage().nbytes() for t in _tensors(outputs))
         if not outputs_alive:
             outputs = None
         tracker.mark(TraceOp.BACKWARD)
@@ -261,4 +289,5 @@ def capture(
         loss.backward()
         tracker.mark(TraceOp.END)
         del loss, outputs
-    return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts)
+    facts["value_reads"] = sorted(tracker.value_reads)
+    return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts, inputs, output_bytes)

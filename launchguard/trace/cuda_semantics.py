@@ -27,7 +27,7 @@ DEVICE = "simgpu"
 LOWER_PRECISION = (
     "matmul mm bmm addmm baddbmm addbmm addmv addr mv linear einsum chain_matmul linalg_multi_dot conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d.input conv_transpose3d.input convolution _convolution prelu _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell "
-    "gru_cell rnn_tanh_cell rnn_relu_cell"
+    "gru_cell rnn_tanh_cell rnn_relu_cell _grouped_mm"
 ).split()  # fmt: skip
 FLOAT32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar "
@@ -59,11 +59,13 @@ class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Card:
-    """What host code reads of the device. compute_capability: (major, minor); sms; max_threads_per_sm."""
+    """What host code reads of the device, and the torch that will run on it.
+    compute_capability: (major, minor); sms; max_threads_per_sm; torch: (major, minor) of the job's torch."""
 
     compute_capability: tuple[int, int]
     sms: int
     max_threads_per_sm: int
+    torch: tuple[int, int]
 
     @property
     def has_flash(self) -> bool:
@@ -94,6 +96,8 @@ class Semantics:
         torch.nn.functional.scaled_dot_product_attention = self.attention  # type: ignore[assignment]
         torch.tensor = self._device_tensor  # type: ignore[assignment]
         torch.nn.functional.rms_norm = self._rms_norm  # type: ignore[assignment]
+        torch.clear_autocast_cache = self._clear_autocast_cache(torch.clear_autocast_cache)  # type: ignore[assignment]
+        torch.Tensor.all = _all_true(torch.Tensor.all)  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------------------------------------ autocast
     def _install_autocast(self) -> None:
@@ -146,13 +150,20 @@ class Semantics:
 
     @contextlib.contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """The autocast region around forward and loss; its weight copies are dropped at its end, as CUDA's cache is."""
+        """The autocast region around forward and loss. Leaving the outermost one (checkpointing enters one for every recomputed layer)
+        drops the cached weight copies (torch/amp/autocast_mode.py)."""
         if dtype is None:
             yield
             return
         with torch.autocast(DEVICE, dtype=dtype):
             yield
-        self._weight_casts.clear()
+
+    def _clear_autocast_cache(self, original: Callable[[], None]) -> Callable[[], None]:
+        def clear() -> None:
+            original()
+            self._weight_casts.clear()
+
+        return clear
 
     # ------------------------------------------------------------------------------------------------ kernels
     def _install_kernels(self) -> None:
@@ -207,8 +218,7 @@ class Semantics:
         if kernel == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]
         if key.shape[1] != query.shape[1]:
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            return _GroupedEfficient.apply(query, key, value)
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal and bias is None, scale=scale
         )[0]
@@ -221,11 +231,9 @@ class Semantics:
             return "cudnn"
         if half and self.card.has_flash and mask is None and head <= 256:
             return "flash"
-        if grouped and not _gqa_in_efficient():
+        if grouped and self.card.torch < (2, 14):  # from 2.14 on the memory-efficient kernel takes grouped queries
             return "math"
         if query.dtype == torch.bfloat16 and not self.card.has_flash:
-            return "math"
-        if not self.card.has_flash and dropout_p > 0.0:
             return "math"
         return "efficient"
 
@@ -248,9 +256,37 @@ class Semantics:
         )[0]  # fmt: skip
 
 
-def _gqa_in_efficient() -> bool:
-    """torch 2.14 lets the memory-efficient kernel take grouped queries; 2.13 falls to math."""
-    return tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 14)
+class _GroupedEfficient(torch.autograd.Function):
+    """The memory-efficient kernel with grouped queries (torch 2.14), which 2.13's meta function does not know: output and log-sum-exp are
+    kept, dk and dv come back in the shape of k and v after being made for all query heads."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        b, h, s, _ = query.shape
+        out = torch.empty((b, s, h, value.shape[-1]), dtype=query.dtype, device=query.device).transpose(1, 2)
+        lse = torch.empty((b, h, round_up(s, 32)), dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        dq = torch.empty_like(query)
+        expanded = torch.empty((2, *query.shape[:2], key.shape[2], key.shape[3]), dtype=key.dtype, device=key.device)
+        scratch = torch.empty(_efficient_backward_bytes(query), dtype=torch.uint8, device=query.device)
+        dk, dv = torch.empty_like(key), torch.empty_like(value)
+        del expanded, scratch
+        return dq, dk, dv
+
+
+def _all_true(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.all of the whole tensor reads True: library code asks it of masks ("is nothing padded?"), and full batches answer yes."""
+
+    def all_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        return True if self.device.type == DEVICE and not args and not kwargs else out
+
+    return all_
 
 
 # ---------------------------------------------------------------------------------------------------- bytes inside an op
@@ -301,7 +337,10 @@ def _flash_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
 
 def _efficient_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
     """Memory-efficient backward: delta and the float32 accumulator of dq; float32 inputs hold one more output and delta."""
-    query = args[1]
+    return _efficient_backward_bytes(args[1])
+
+
+def _efficient_backward_bytes(query: torch.Tensor) -> int:
     b, h, s, d = query.shape
     scratch = 4 * b * h * s + 4 * b * h * round_up(s, 64) * d
     if query.dtype == torch.float32:

@@ -86,7 +86,7 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         card=(*(device.compute_capability or (8, 0)), device.sms or 108, device.max_threads_per_sm or 2048),
         use_liger_kernel=job.model.use_liger_kernel,
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
-        versions=library_versions(),
+        versions={**library_versions(), **job.versions},
     )
 
 

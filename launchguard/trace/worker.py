@@ -68,7 +68,7 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
     from launchguard.trace.cuda_semantics import Card, Semantics
 
     major, minor, sms, threads = request.card
-    card = Card((major, minor), sms, threads)
+    card = Card((major, minor), sms, threads, _release(request.versions.get("torch", torch.__version__)))
     progress("building the model")
     model = build_model.build(request)
     semantics = Semantics(card)
@@ -85,6 +85,12 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
     facts["seconds"] = {"build": round(built - started, 3), "trace": round(time.perf_counter() - built, 3)}
     facts["torch"] = torch.__version__
     return trace
+
+
+def _release(version: str) -> tuple[int, int]:
+    """ "2.13.0+cpu" -> (2, 13)."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
 def _facts(model: Any, request: TraceRequest) -> dict[str, Any]:
@@ -115,22 +121,37 @@ def _fix_libraries() -> None:
 
 
 def _step(request: TraceRequest, semantics: Any) -> Callable[..., Any]:
-    """Forward and loss as the job's loop runs them: autocast around the model, outputs as float32 where Accelerate converts them."""
+    """Forward and loss as the job's loop runs them."""
     import torch
 
     dtype = None if request.autocast is None else getattr(torch, request.autocast)
+    prepared = False
 
     def step(model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
-        with semantics.autocast(dtype):
+        nonlocal prepared
+        if request.float32_outputs and not prepared:
+            prepared = True
+            _prepare_forward(model, semantics, dtype)
+        with semantics.autocast(None if request.float32_outputs else dtype):
             outputs = model(**batch)
-            loss = None if request.config is not None else _loss(outputs, request.loss)
-        if request.float32_outputs:
-            outputs = _to_float32(outputs)
-        if loss is None:
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        return loss, outputs
+            batch.clear()  # whoever keeps a batch longer is a matter of the loop
+            if request.config is None:
+                return _loss(outputs, request.loss), outputs
+        return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
     return step
+
+
+def _prepare_forward(model: Any, semantics: Any, dtype: Any) -> None:
+    """accelerate 1.15 accelerator.py:prepare_model: model.forward becomes convert_outputs_to_fp32(autocast(forward))."""
+    forward = model.forward
+
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with semantics.autocast(dtype):
+            outputs = forward(*args, **kwargs)
+        return _to_float32(outputs)
+
+    model.forward = autocast_forward
 
 
 def _loss(outputs: Any, how: str | None) -> Any:

@@ -27,7 +27,13 @@ DEVICES: dict[str, dict[int, str]] = {
     "B200": {0: "b200"},
 }  # fmt: skip
 TRAINER_STACKS = ("hf_trainer", "llama-factory", "fms", "ms-swift", "axolotl", "trl")
-LOOPS = {"trl": "sft", "accelerate": "accelerate", "hf + deepspeed script": "deepspeed", "deepspeed-chat": "deepspeed", "arctic_training": "deepspeed"}
+LOOPS = {
+    "trl": "sft",
+    "accelerate": "accelerate",
+    "hf + deepspeed script": "deepspeed",
+    "deepspeed-chat": "deepspeed",
+    "arctic_training": "deepspeed",
+}
 
 
 class NotRun(Exception):
@@ -63,6 +69,7 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
         device=profile.id,
         headroom="0%",
         allocator_conf=case.get("allocator") or "",
+        versions={"torch": case["versions"]["torch"]} if (case.get("versions") or {}).get("torch", "")[:1].isdigit() else {},
     )
     if case["compile"]:
         notes.append(Note("LG310", "warning", "torch.compile is simulated as eager"))
@@ -137,7 +144,13 @@ def _model(case: Case, folder: Path) -> ModelSpec:
     recorded = (case.get("inputs") or {}).get("script", {}).get("attn")
     if case["stack"] == "vgpu":
         attention = recorded  # the recorded script left the choice to the model unless it says so
-    return ModelSpec(source=model["config"], config=config, task=model.get("auto_class"), attn_implementation=attention, use_cache=model.get("use_cache", False))
+    return ModelSpec(
+        source=model["config"],
+        config=config,
+        task=model.get("auto_class"),
+        attn_implementation=attention,
+        use_cache=model.get("use_cache", False),
+    )
 
 
 def _strategy(case: Case) -> str:
@@ -178,7 +191,9 @@ def _checkpointing(case: Case, loop: str) -> ActivationCheckpointing:
         return ActivationCheckpointing()
     accelerate = ((case.get("inputs") or {}).get("accelerate_config") or {}).get("fsdp_config", {})
     via = "fsdp" if accelerate.get("fsdp_activation_checkpointing") else "model"
-    return ActivationCheckpointing(True, via=via, use_reentrant="reentrant," in f"{case['activation_checkpointing_detail']},".replace("non-reentrant", ""))
+    return ActivationCheckpointing(
+        True, via=via, use_reentrant="reentrant," in f"{case['activation_checkpointing_detail']},".replace("non-reentrant", "")
+    )
 
 
 def _optimizer(case: Case) -> OptimizerSpec:
@@ -255,6 +270,7 @@ def _fsdp(case: Case, loop: str, parallel: dict[str, Any]) -> FsdpSpec | None:
         offload_params=bool(framework["offload_param"] and framework["offload_param"] != "none"),
         cpu_ram_efficient_loading=bool(own.get("fsdp_cpu_ram_efficient_loading", False)),
         accelerate_grouping=version == 2 and accelerated,
+        sync_module_states=version == 1 and loop == "trainer",
         shard_group_size=group,
     )
 
@@ -263,7 +279,13 @@ def _ddp(case: Case) -> DdpSpec | None:
     if case["framework"]["name"] != "ddp":
         return None
     torch_args = (case.get("inputs") or {}).get("script", {}).get("torch", {})
-    return DdpSpec(gradient_as_bucket_view=torch_args.get("gradient_as_bucket_view", False), static_graph=torch_args.get("static_graph", False))
+    trainer = _loop(case) in ("trainer", "sft")  # the Trainer asks for unused parameters unless it checkpoints
+    find_unused = torch_args.get("find_unused_parameters", trainer and case["activation_checkpointing"] == "none")
+    return DdpSpec(
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=torch_args.get("gradient_as_bucket_view", False),
+        static_graph=torch_args.get("static_graph", False),
+    )
 
 
 def _lora(case: Case) -> LoraSpec | None:

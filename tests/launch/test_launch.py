@@ -9,12 +9,13 @@ import pytest
 
 from launchguard import launch
 from launchguard.errors import InputError
+from launchguard.job import LaunchSpec
 from launchguard.launch import _gpus
 
 ENV = {"HOME": "/nonexistent"}
 
 
-def parse(line: str, env: dict[str, str] | None = None, cwd: str = "/", gpus_per_node: int | None = None) -> launch.LaunchSpec:
+def parse(line: str, env: dict[str, str] | None = None, cwd: str = "/", gpus_per_node: int | None = None) -> LaunchSpec:
     return launch.parse(line.split(), {**ENV, **(env or {})}, cwd, gpus_per_node)
 
 
@@ -23,13 +24,9 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gpus, "nvml_gpus", lambda: 0)
 
 
-def test_every_launcher_has_the_contract() -> None:
-    import importlib
-
-    assert launch.launchers() == ("accelerate", "deepspeed", "torchrun", "python")
-    for name in launch.launchers():
-        module = importlib.import_module(f"launchguard.launch.{name}")
-        assert callable(module.matches) and callable(module.parse)
+def test_order() -> None:
+    assert launch.launchers()[-1] == "python"  # it would take every `python -m ...`
+    assert set(launch.launchers()) >= {"accelerate", "deepspeed", "torchrun"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +38,7 @@ def test_every_launcher_has_the_contract() -> None:
         ("accelerate launch --num_processes 1 train.py", "accelerate", "train.py", (), 1, 1),
         ("accelerate launch --cpu train.py", "accelerate", "train.py", (), 1, 1),
         (
-            "accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip a --main_process_port 1 t.py",
+            "accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip a t.py",
             "accelerate", "t.py", (), 2, 8,
         ),
         ("deepspeed --num_gpus 4 train.py --deepspeed ds.json", "deepspeed", "train.py", ("--deepspeed", "ds.json"), 1, 4),

@@ -70,8 +70,15 @@ def test_size_as_device() -> None:
 
 @pytest.mark.parametrize(
     ("name", "fact"),
-    [("H10O", "nearest: h100"), ("A100", "a100-40-pcie, a100-40-sxm"), ("rtx", "unknown device 'rtx'"), ("100MiB", "smaller than its own"), ("5", "unknown")],
-)  # fmt: skip
+    [
+        ("H10O", "nearest: h100"),
+        ("A100", "a100-40-pcie, a100-40-sxm"),
+        ("rtx", "unknown device 'rtx'"),
+        ("RTX 3060 Ti", "unknown device 'RTX 3060 Ti'"),  # and not 3060 tebibytes
+        ("100MiB", "smaller than its own"),
+        ("5", "unknown"),
+    ],
+)
 def test_unknown(name: str, fact: str) -> None:
     with pytest.raises(InputError, match=re.escape(fact)) as error:
         device(name)
@@ -94,9 +101,17 @@ def test_communicator_bytes() -> None:
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        (None, [0, 1, 2]), ("2,0", [2, 0]), ("", []), ("1,9,0", [1]), ("-1", []), ("GPU-b", [1]), ("GPU-", []), ("1,1", []), ("0, 2", [0, 2]),
+        (None, [0, 1, 2]),
+        ("2,0", [2, 0]),
+        ("0, 2", [0, 2]),
+        ("", []),
+        ("-1", []),
+        ("1,9,0", [1]),
+        ("1,1", []),
+        ("GPU-b", [1]),
+        ("GPU-", []),
     ],
-)  # fmt: skip
+)
 def test_visible_devices(setting: str | None, expected: list[int]) -> None:
     assert visible_indices(setting, ["GPU-aa", "GPU-bb", "GPU-cc"]) == expected
 

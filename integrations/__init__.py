@@ -1,0 +1,1 @@
+"""Adapters to other tools, thin: no estimation logic. Import as launchguard.integrations, never as integrations."""

@@ -1,0 +1,132 @@
+"""What an Accelerator makes of `accelerate launch`: FSDP 1 and 2, DDP, single, parallelism, compilation, fp8."""
+
+from __future__ import annotations
+
+import pytest
+
+from launchguard.errors import InputError
+from launchguard.job import Origin, Precision
+
+TAIL = " train.py --model m --batch_size 2 --seq_len 32"
+
+
+def fsdp(version: int = 1, **keys: object) -> str:
+    lines = [f"  fsdp_{key}: {value}" for key, value in {"version": version, **keys}.items()]
+    return "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n" + "\n".join(lines) + "\n"
+
+
+def test_single_and_ddp(work) -> None:
+    assert work.resolve("accelerate launch --num_processes 1" + TAIL).strategy == "single"
+    job = work.resolve("accelerate launch --num_processes 2 --mixed_precision bf16" + TAIL)
+    assert (job.loop, job.strategy) == ("accelerate", "ddp")
+    assert job.precision == Precision("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16", True)
+    assert job.outputs_alive_in_backward and job.max_grad_norm is None
+    assert job.ddp is not None and not job.ddp.find_unused_parameters
+
+
+def test_fsdp1_with_accelerate_s_defaults(work) -> None:
+    job = work.resolve("accelerate launch --use_fsdp --num_processes 8 --mixed_precision bf16" + TAIL)
+    assert job.strategy == "fsdp1" and job.fsdp is not None
+    assert (job.fsdp.wrap_policy, job.fsdp.sharding_strategy, job.fsdp.backward_prefetch) == ("NO_WRAP", "FULL_SHARD", None)
+    assert job.fsdp.use_orig_params and job.fsdp.cpu_ram_efficient_loading and job.fsdp.sync_module_states
+    assert str(job.origin("fsdp.wrap_policy")).startswith("default of accelerate ")
+    assert job.precision == Precision("bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16", True)
+
+
+def test_fsdp1_keys(work) -> None:
+    keys = {"sharding_strategy": "2", "backward_prefetch": "BACKWARD_PRE", "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}
+    work.write("acc.yaml", fsdp(1, activation_checkpointing=True, offload_params=True, use_orig_params=False, **keys))
+    job = work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert job.fsdp is not None
+    assert (job.fsdp.sharding_strategy, job.fsdp.backward_prefetch, job.fsdp.min_num_params) == ("SHARD_GRAD_OP", "BACKWARD_PRE", 1000)
+    assert job.fsdp.offload_params and not job.fsdp.use_orig_params
+    assert job.activation_checkpointing.enabled and job.activation_checkpointing.via == "fsdp"
+    assert job.origin("fsdp.sharding_strategy") == Origin("acc.yaml", "fsdp_config.fsdp_sharding_strategy")
+
+
+def test_fsdp2(work) -> None:
+    work.write(
+        "acc.yaml", fsdp(2, reshard_after_forward=False, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap="A,B")
+    )
+    job = work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert job.strategy == "fsdp2" and job.fsdp is not None and not job.fsdp.reshard_after_forward
+    assert job.fsdp.wrap_classes == ("A", "B") and job.fsdp.accelerate_grouping
+    assert job.precision == Precision("bfloat16", "float32", "bfloat16", None, "bfloat16", False)
+
+
+def test_fsdp2_without_mixed_precision_keeps_the_load_dtype(work) -> None:
+    work.write("acc.yaml", fsdp(2).replace("bf16", "'no'"))
+    assert work.resolve("accelerate launch --config_file acc.yaml" + TAIL).precision.storage == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [(fsdp(2, reshard_after_forward="FULL_SHARD"), "neither true nor false"), (fsdp(3), "unknown value"),
+     (fsdp(1, sharding_strategy="HALF"), "unknown value 'HALF'"), (fsdp(1, auto_wrap_policy="BY_SIZE"), "unknown value 'BY_SIZE'"),
+     (fsdp(1, cpu_ram_efficient_loading=True, sync_module_states=False), "fsdp_sync_module_states")],
+)  # fmt: skip
+def test_values_that_accelerate_refuses(work, text: str, fact: str) -> None:
+    work.write("acc.yaml", text)
+    with pytest.raises(InputError) as caught:
+        work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert fact in caught.value.message and "acc.yaml" in caught.value.where
+
+
+def test_trainer_reads_the_same_environment(work) -> None:
+    work.write("acc.yaml", fsdp(2))
+    job = work.resolve("accelerate launch --config_file acc.yaml train.py --model_name_or_path m --output_dir o --max_seq_length 8")
+    assert (job.loop, job.strategy, job.precision.compute) == ("trainer", "fsdp2", "bfloat16")
+
+
+def test_hybrid_shard_within_a_node(work) -> None:
+    work.write("acc.yaml", fsdp(1, sharding_strategy="HYBRID_SHARD").replace("num_processes: 8", "num_processes: 8\nnum_machines: 2\n"
+               "machine_rank: 0\nmain_process_ip: a\nmain_process_port: 1"))  # fmt: skip
+    job = work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert job.fsdp is not None and job.fsdp.shard_group_size == 4
+
+
+def hsdp(**sizes: int) -> str:
+    lines = [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
+    return fsdp(2) + "parallelism_config:\n" + "\n".join(lines) + "\n"
+
+
+class TestParallelism:
+    def test_hsdp(self, work) -> None:
+        work.write("acc.yaml", hsdp(dp_replicate=2, dp_shard=4))
+        job = work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+        assert job.fsdp is not None and job.fsdp.shard_group_size == 4
+        assert job.origin("fsdp.shard_group_size") == Origin("acc.yaml", "parallelism_config.parallelism_config_dp_shard_size")
+
+    def test_tensor_parallel_is_said(self, work, codes) -> None:
+        work.write("acc.yaml", hsdp(dp_shard=4, tp=2))
+        assert "LG320" in codes(work.resolve("accelerate launch --config_file acc.yaml" + TAIL))
+
+    @pytest.mark.parametrize(
+        ("sizes", "fact"),
+        [({"dp_replicate": 2, "dp_shard": 2}, "makes 4 processes"), ({"dp_shard": 0}, "size is 0"), ({"tp": 8}, "no rank to shard over")],
+    )
+    def test_refusals(self, work, sizes: dict[str, int], fact: str) -> None:
+        work.write("acc.yaml", hsdp(**sizes))
+        with pytest.raises(InputError, match=fact):
+            work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+
+
+def test_not_modelled(work, codes) -> None:
+    line = "accelerate launch --num_processes 2 --dynamo_backend inductor --mixed_precision fp8 --fp8_backend te"
+    job = work.resolve(line + TAIL)
+    assert job.compile and job.precision.autocast == "bfloat16"
+    assert codes(job) == {"LG310", "LG311"}
+
+
+def test_script_flag_and_literal_beat_the_launcher(work) -> None:
+    work.write("train.py", 'from accelerate import Accelerator\na = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=3)\n')
+    job = work.resolve("accelerate launch --num_processes 2 --mixed_precision bf16" + TAIL)
+    assert (job.precision.autocast, job.gradient_accumulation_steps) == ("float16", 3)
+    assert work.resolve("accelerate launch --num_processes 2" + TAIL + " --mixed_precision no").precision.autocast is None
+
+
+def test_shell_environment_reaches_a_trainer_under_torchrun(work) -> None:
+    line = "torchrun --nproc_per_node 2 train.py --model_name_or_path m --output_dir o --max_seq_length 8"
+    job = work.resolve(line, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_MIXED_PRECISION="bf16", PYTORCH_CUDA_ALLOC_CONF="x:1")
+    assert (job.strategy, job.precision.compute, job.allocator_conf) == ("fsdp2", "bfloat16", "x:1")
+    assert job.origin("fsdp.version") == Origin("environment", "FSDP_VERSION")
