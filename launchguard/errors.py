@@ -2,6 +2,7 @@
 
 LaunchguardError
 |-- InputError      the user's command, file or option is wrong: exit 2, never a traceback
+|   `-- NotTold     launchguard lacks a fact that the job itself does not need (device, model): `run` warns and launches
 |-- Unpredictable   the input is fine, but launchguard cannot tell what it needs: verdict "unknown"
 """
 
@@ -25,6 +26,10 @@ class LaunchguardError(Exception):
 
 class InputError(LaunchguardError):
     """The user's input cannot be used."""
+
+
+class NotTold(InputError):
+    """Nothing is wrong with the job, but launchguard has not been told what it must know to predict it."""
 
 
 class Unpredictable(LaunchguardError):

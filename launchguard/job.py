@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launchguard.errors import InputError
+from launchguard.errors import NotTold
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ _PARTS: dict[str, type] = {
 
 def build_job(launch: LaunchSpec, settings: Settings, versions: Mapping[str, str] | None = None) -> JobSpec:
     """The JobSpec of dotted settings. A part (zero, fsdp, lora ...) exists when one of its fields was set.
-    Raises InputError when no model was given."""
+    Raises NotTold when no model was given."""
     plain: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     for name, setting in settings.items():
@@ -343,8 +343,8 @@ def build_job(launch: LaunchSpec, settings: Settings, versions: Mapping[str, str
         else:
             plain[name] = setting.value
     if "source" not in parts.get("model", {}):
-        raise InputError("the launch command names no model", where=launch.script or " ".join(launch.argv),
-                         help="give it: launchguard check --model DIR_OR_ID_OR_module:callable -- ...")  # fmt: skip
+        raise NotTold("the launch command names no model", where=launch.script or " ".join(launch.argv),
+                      help="give it: launchguard check --model DIR_OR_ID_OR_module:callable -- ...")  # fmt: skip
     built = {name: _PARTS[name](**values) for name, values in parts.items()}
     origins = {name: setting.origin for name, setting in settings.items()}
     return JobSpec(launch=launch, versions=versions or {}, origins=origins, notes=launch.notes + tuple(settings.notes), **plain, **built)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launchguard import advice, configs, launch, strategies
-from launchguard.errors import InputError
+from launchguard.errors import NotTold, Unpredictable
 from launchguard.events import StepTrace
 from launchguard.job import JobSpec, LaunchSpec
 from launchguard.profiles import DeviceProfile, detect, device
-from launchguard.verdict import Advice, DeviceBudget, Verdict, device_budget, judge
+from launchguard.verdict import Advice, DeviceBudget, Verdict, device_budget, judge, unknown_verdict
 
 Progress = Callable[[str], None]
 
@@ -27,7 +28,7 @@ class Outcome:
 
 def preflight(argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Mapping[str, Any], progress: Progress) -> Outcome:
     """Predict a launch command. Nothing is launched, no file of the user's is written.
-    Raises InputError for input that cannot be used, Unpredictable for a job that cannot be simulated."""
+    A job that cannot be simulated gives the verdict "unknown". Raises InputError for input that cannot be used."""
     started = time.perf_counter()
     progress("reading the launch command")
     spec = launch.parse(argv, env, cwd, gpus_per_node=options.get("gpus_per_node")) if argv else no_launch(cwd, options)
@@ -35,8 +36,11 @@ def preflight(argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Ma
     job = configs.resolve(spec, options)
     parsed = time.perf_counter()
     simulator = Simulator(job, progress, use_cache=not options.get("no_cache"))
-    verdict = simulator.simulate(job, {"parse": parsed - started})
-    if verdict.verdict != "exceeds":
+    try:
+        verdict = simulator.simulate(job, {"parse": parsed - started})
+    except Unpredictable as e:
+        return Outcome(unknown_verdict(job, simulator.budget, " - ".join(x for x in (e.message, e.where) if x)))
+    if verdict.verdict != "exceeds" or not options.get("advice", True):
         return Outcome(verdict)
     progress("looking for changes that fit")
     return Outcome(verdict, tuple(advice.advise(verdict, simulator.simulate)))
@@ -77,8 +81,6 @@ class Simulator:
 
 
 def _timed(verdict: Verdict, seconds: Mapping[str, float]) -> Verdict:
-    import dataclasses
-
     return dataclasses.replace(verdict, timing_seconds={k: round(v, 3) for k, v in seconds.items()})
 
 
@@ -89,7 +91,7 @@ def find_device(name: str, headroom: str) -> tuple[DeviceProfile, DeviceBudget]:
         return profile, device_budget(profile, headroom)
     found = detect()
     if not found:
-        raise InputError("no GPU is visible here, so the device of the job is not known", where="--device auto",
-                         help="name it: --device H100-80GB (launchguard devices lists them), or device: in launchguard.yaml")  # fmt: skip
+        raise NotTold("no GPU is visible here, so the device of the job is not known", where="--device auto",
+                      help="name it: --device H100-80GB (launchguard devices lists them), or device: in launchguard.yaml")  # fmt: skip
     smallest = min(found, key=lambda d: d.free_bytes)
     return smallest.profile, device_budget(smallest.profile, headroom, smallest.free_bytes, f"NVML: free on GPU {smallest.index}")

@@ -217,6 +217,11 @@ def judge(
     )  # fmt: skip
 
 
+def unknown_verdict(job: JobSpec, budget: DeviceBudget, reason: str) -> Verdict:
+    """The verdict on a job that cannot be simulated."""
+    return Verdict("unknown", job, budget, (), (), (), Confidence("low", (reason,)), (0, 0), job.notes, {})
+
+
 def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction:
     """The one that fails, else the one that needs most."""
     return max(ranks, key=lambda r: (r.oom is not None, r.peak.device_bytes))

@@ -97,9 +97,10 @@ def _loop(launch: LaunchSpec, source: ScriptSource, options: Mapping[str, Any]) 
             return Setting(loop, Origin(launch.script or "script", "name"))
     trainer = set(_installed.dataclass_fields("TrainingArguments")) & set(given) - {"deepspeed", "seed", "learning_rate", "bf16", "fp16"}
     strong = {"per_device_train_batch_size", "output_dir", "fsdp", "optim", "num_train_epochs", "deepspeed"} & (trainer | set(given))
-    if strong and "deepspeed_config" not in given:
+    raw = "deepspeed_config" in given or (given.get("deepspeed") or Setting("", Origin(""))).value is True
+    if strong and not raw:
         return Setting("trainer", given[sorted(strong)[0]].origin)
-    if launch.launcher == "deepspeed" or "deepspeed_config" in given:
+    if launch.launcher == "deepspeed" or raw:
         return Setting("deepspeed", Origin(launch.launcher, "launcher"))
     return _loop_of_launcher(launch, options)
 

@@ -24,7 +24,8 @@ def uses(sources: Sources, what: str) -> bool:
 def apply(sources: Sources) -> None:
     """Put strategy, fsdp.* and compile from the environment; DeepSpeed is deepspeed_json's."""
     if uses(sources, "MEGATRON_LM"):
-        raise InputError("Megatron-LM jobs are not modelled", where=str(fsdp.variable(sources, "ACCELERATE_USE_MEGATRON_LM", "").origin))
+        raise InputError("Megatron-LM jobs are not modelled", where=str(fsdp.variable(sources, "ACCELERATE_USE_MEGATRON_LM", "").origin),
+                         help="use FSDP, DeepSpeed or DDP, or launch it unguarded")  # fmt: skip
     if uses(sources, "FSDP"):
         fsdp.from_environment(sources)
     backend = fsdp.variable(sources, "ACCELERATE_DYNAMO_BACKEND", "NO")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launchguard.configs import _files, accelerate_yaml, deepspeed_installed, fsdp, model_config, training_args
+from launchguard.configs import _files, accelerate_yaml, deepspeed_installed, fsdp, job_file, model_config, precision, training_args
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import Sources
 from launchguard.errors import InputError
@@ -45,6 +45,8 @@ _ELSEWHERE = {  # fields of ZeroSpec that do not stand in zero_optimization unde
     "bf16_optimizer_states": "bf16.bf16_optimizer_states", "fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
     "immediate_grad_update": "bf16.immediate_grad_update",
 }  # fmt: skip
+_SECTIONS = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "bfloat16",
+             "optimizer", "optimizer.params", "data_types", "torch_autocast", "tensor_parallel", "compile")  # fmt: skip
 _DERIVED = ("dtype", "zero_init")
 _NOT_MODELLED = {  # dotted key -> what it would change
     "zero_optimization.zero_quantized_weights": "quantised gathers", "zero_optimization.zero_quantized_gradients": "quantised reductions",
@@ -128,7 +130,31 @@ def find(sources: Sources) -> Document | None:
         written = (call.keywords.get("config") or call.keywords.get("config_params")) if call and call.owner == "deepspeed" else None
         if written is not None:
             return _document(written.value, written.origin, sources)
-    return None
+    return _from_flags(sources) if sources.loop == "deepspeed" else None
+
+
+def _from_flags(sources: Sources) -> Document | None:
+    """A config that the script makes in its code, as far as --zero_stage and its usual companions tell (DeepSpeed-Chat's names)."""
+    args = sources.args
+    stage = args.stated("zero_stage")
+    if stage is None:
+        return None
+    document = Document(str(stage.origin), {})
+    document.put("zero_optimization.stage", stage.value, stage.origin)
+    offload = args.stated("offload", "offload_optimizer", "cpu_offload")
+    if offload is not None and offload.value:
+        document.put("zero_optimization.offload_optimizer.device", "cpu", offload.origin)
+    dtype = args.stated("dtype", "precision", "data_type")
+    named = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(str(dtype.value).lower()) if dtype else None
+    for section in ("bf16", "fp16"):
+        flag = args.stated(section)
+        if named == section and dtype is not None:
+            document.put(f"{section}.enabled", True, dtype.origin)
+        elif flag is not None and flag.value is True:
+            document.put(f"{section}.enabled", True, flag.origin)
+    message = "the script makes its DeepSpeed config itself: predicted from its arguments; give the JSON with --deepspeed"
+    sources.settings.note("LG213", "warning", message, stage.origin)
+    return document
 
 
 def _document(value: Any, origin: Origin, sources: Sources) -> Document:
@@ -186,6 +212,7 @@ def _refuse_ignored_fields(sources: Sources, file: str) -> None:
 # ---------------------------------------------------------------- the config in full
 def apply(sources: Sources, document: Document) -> None:
     """Complete the config as the program that owns the loop does, check it, and put its fields."""
+    _check_sections(document)
     sources.settings.put("strategy", "zero", document.origin("zero_optimization.stage"))
     _ask_what_if(sources, document)
     if sources.loop in ("deepspeed", "torch"):
@@ -203,6 +230,15 @@ def apply(sources: Sources, document: Document) -> None:
     _put_optimizer(sources, document)
     _put_clipping(sources, document)
     _note(sources, document)
+
+
+def _check_sections(document: Document) -> None:
+    """Sections that are looked into must be sections; DeepSpeed's own answer is a traceback or a pydantic list."""
+    for key in _SECTIONS:
+        value = document.get(key)
+        if value is not None and value != "auto" and not isinstance(value, dict):
+            raise InputError(f"{key} is {value!r}, not a section of keys and values", where=str(document.origin(key)),
+                             help=f'"{key.rpartition(".")[2]}": {{...}}')  # fmt: skip
 
 
 def _ask_what_if(sources: Sources, document: Document) -> None:
@@ -234,7 +270,7 @@ def _drop_auto(section: dict[str, Any]) -> None:
 
 def triple(sources: Sources, document: Document) -> None:
     """Any two of the batch sizes give the third (deepspeed/runtime/config.py:_set_batch_related_parameters), or contradict each other."""
-    world = max(1, sources.launch.world_size // int(document.get("sequence_parallel_size") or 1))
+    world = max(1, sources.launch.world_size // (_count(document, "sequence_parallel_size") or 1))
     total, micro, steps = (_count(document, key) for key in _BATCH)
     stated_total = total
     if total is None and micro is None:
@@ -275,10 +311,10 @@ def _complete_trainer(sources: Sources, document: Document) -> None:
     micro, steps = sources.settings.get("micro_batch_size"), sources.settings.get("gradient_accumulation_steps")
     micro_origin = sources.settings.origin("micro_batch_size") or Origin("TrainingArguments", "per_device_train_batch_size")
     steps_origin = sources.settings.origin("gradient_accumulation_steps") or Origin("TrainingArguments", "gradient_accumulation_steps")
-    precision = training_args.mixed_precision(sources) if sources.loop in ("sft", "dpo") else None
+    mixed = training_args.mixed_precision(sources) if sources.loop in ("sft", "dpo") else None
     bf16, fp16 = (args.setting(name) or Setting(False, Origin("TrainingArguments", name)) for name in ("bf16", "fp16"))
-    if precision is not None:
-        bf16 = Setting(precision.value == "bf16", precision.origin)
+    if mixed is not None:
+        bf16 = Setting(mixed.value == "bf16", mixed.origin)
     expected = {
         "train_micro_batch_size_per_gpu": Setting(micro, micro_origin), "gradient_accumulation_steps": Setting(steps, steps_origin),
         "train_batch_size": Setting(world * int(micro or 1) * int(steps or 1), micro_origin),
@@ -290,14 +326,24 @@ def _complete_trainer(sources: Sources, document: Document) -> None:
         "optimizer.params.betas": Setting([args.get("adam_beta1"), args.get("adam_beta2")], Origin("TrainingArguments", "adam_beta1")),
     }  # fmt: skip
     unchecked = ("train_micro_batch_size_per_gpu", "train_batch_size") if args.get("auto_find_batch_size") else ()
+    mismatches = []
     for key, setting in expected.items():
         if setting is None:
             continue
         document.fill(key, setting)
         value = document.get(key)
         if value is not None and value != setting.value and key not in unchecked and None not in _flat(setting.value):
-            raise InputError(f"{key} is {value} in the DeepSpeed config, but {setting.value} in the training arguments ({setting.origin})",
-                             where=str(document.origin(key)), help=f'set {key} to "auto" or to {setting.value}')  # fmt: skip
+            mismatches.append((key, value, setting))
+    if mismatches:
+        _refuse_mismatches(document, mismatches)
+
+
+def _refuse_mismatches(document: Document, mismatches: list[tuple[str, Any, Setting]]) -> None:
+    """All of them at once: a user who mends one at a time starts the job as often (trainer_config_finalize does the same)."""
+    facts = [f"{key} is {value}, but {setting.value} in the training arguments ({setting.origin})" for key, value, setting in mismatches]
+    keys = ", ".join(key for key, _, _ in mismatches)
+    raise InputError("; ".join(facts), where=", ".join(str(document.origin(key)) for key, _, _ in mismatches),
+                     help=f'set {keys} to "auto", or make the values equal')  # fmt: skip
 
 
 def _flat(value: Any) -> list[Any]:
@@ -346,8 +392,8 @@ def _complete_accelerate(sources: Sources, document: Document) -> None:
         micro = int(settings.get("micro_batch_size"))
         origin = settings.origin("micro_batch_size") or Origin("dataloader", "batch_size")
         document.put("train_micro_batch_size_per_gpu", micro, origin)
-    total = _literal(document.get("train_micro_batch_size_per_gpu")) * _literal(document.get("gradient_accumulation_steps"))
-    document.fill("train_batch_size", Setting(total * sources.launch.world_size, document.origin("train_micro_batch_size_per_gpu")))
+    per_rank = (_count(document, "train_micro_batch_size_per_gpu") or 1) * (_count(document, "gradient_accumulation_steps") or 1)
+    document.fill("train_batch_size", Setting(per_rank * sources.launch.world_size, document.origin("train_micro_batch_size_per_gpu")))
     triple(sources, document)
 
 
@@ -401,11 +447,11 @@ def _converted(name: str, value: Any, document: Document, key: str) -> Any:
     try:
         if name in ("grad_accum_dtype", "communication_data_type"):
             return dtype_name(str(value))
-        if name in _INTEGERS or name == "stage":
+        if (name in _INTEGERS or name == "stage") and not isinstance(value, bool):
             return int(float(value))
-        return value
-    except ValueError:
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"{key} is {value!r}", where=str(document.origin(key)), help="see the DeepSpeed configuration reference") from None
+    return job_file.convert(f"zero.{name}", value, document.origin(key))
 
 
 def _put_dtype(sources: Sources, document: Document) -> None:
@@ -417,8 +463,9 @@ def _put_dtype(sources: Sources, document: Document) -> None:
         key = next((f"{section}.enabled" for section in ("bf16", "fp16") if document.has(f"{section}.enabled")), "")
         sources.settings.put("zero.dtype", "float32", document.origin(key) if key else Origin(default_of("deepspeed"), "bf16.enabled"))
     if document.get("torch_autocast.enabled") is True:
-        text = str(document.get("torch_autocast.dtype") or "bfloat16")
-        sources.settings.put("precision.autocast", dtype_name(text), document.origin("torch_autocast.enabled"))
+        stated = Setting(document.get("torch_autocast.dtype") or "bfloat16", document.origin("torch_autocast.dtype"))
+        low = precision.dtype_setting(stated, "torch_autocast.dtype").value
+        sources.settings.put("precision.autocast", low, document.origin("torch_autocast.enabled"))
 
 
 def _put_zero_init(sources: Sources, document: Document) -> None:
@@ -428,6 +475,16 @@ def _put_zero_init(sources: Sources, document: Document) -> None:
     if sources.loop in ("deepspeed", "torch"):
         used = sources.source.used.get("Init") or sources.source.used.get("HfDeepSpeedConfig")
         sources.settings.put("zero.zero_init", bool(used) and stage3, used or Origin(default_of("deepspeed"), "zero.Init not used"))
+        return
+    searching = sources.args.stated("auto_find_batch_size") if sources.is_trainer and stage3 else None
+    if searching is not None and searching.value:  # transformers 5.24 trainer.py:create_accelerator_and_postprocess
+        raise InputError("auto_find_batch_size is refused with ZeRO-3", where=str(searching.origin),
+                         help="drop it: launchguard fit finds the largest micro-batch")  # fmt: skip
+    early = sources.source.model_before_arguments() if sources.is_trainer and stage3 else None
+    if early is not None:
+        sources.settings.put("zero.zero_init", False, early.origin)
+        message = "the model is loaded before the training arguments exist, so zero.Init is off and every rank loads all of it"
+        sources.settings.note("LG228", "warning", message, early.origin)
         return
     flag = fsdp.variable(sources, "ACCELERATE_DEEPSPEED_ZERO3_INIT", stage3)
     sources.settings.put("zero.zero_init", stage3 and fsdp.boolean(flag.value, flag.origin), flag.origin)
@@ -472,7 +529,8 @@ def _note(sources: Sources, document: Document) -> None:
         if document.get(key) not in (None, False, {}):
             note("LG320", "warning", f"{key} is not modelled: {what}", document.origin(key))
     for key, limit in (("tensor_parallel.autotp_size", 1), ("sequence_parallel_size", 1)):
-        if int(document.get(key) or 0) > limit:
+        value = document.get(key)
+        if value not in (None, 0) and (_count(document, key) or 0) > limit:
             note("LG320", "warning", f"{key} {document.get(key)} is not modelled: predicted as data parallelism", document.origin(key))
     for name in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{name}.device"

@@ -18,6 +18,10 @@ from launchguard.job import Origin, Setting
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_INERT_IN_2 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
+_TRAINER_KEYS = {"version", "cpu_offload", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap", "state_dict_type",
+                 "cpu_ram_efficient_loading", "activation_checkpointing", "reshard_after_forward", "xla", "xla_fsdp_v2",
+                 "xla_fsdp_grad_ckpt", "xla_fsdp_settings", *_INERT_IN_2} - {"sharding_strategy"}  # fmt: skip
 _TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # accelerate/utils/other: str_to_bool
 
 
@@ -79,7 +83,7 @@ def _legacy(fsdp: Setting, options: dict[str, Setting], version: int) -> None:
     """--fsdp "full_shard auto_wrap offload" (training_args.py:_apply_legacy_fsdp_to_config); fsdp_config wins over it."""
     if fsdp.value is True or str(fsdp.value).lower() == "true":
         return
-    for item in fsdp.value if isinstance(fsdp.value, list) else str(fsdp.value).split():
+    for item in [str(item) for item in fsdp.value] if isinstance(fsdp.value, list) else str(fsdp.value).split():
         if item.upper() in STRATEGIES:
             if version == 2 and item not in ("full_shard", "shard_grad_op"):
                 raise InputError(f"--fsdp {item} exists in FSDP1 only, and the version is 2", where=str(fsdp.origin),
@@ -128,6 +132,9 @@ def _put_trainer_options(sources: Sources, options: _Options, version: int) -> N
     sources.put("fsdp.cpu_ram_efficient_loading", options.flag("cpu_ram_efficient_loading", False))
     if "activation_checkpointing" in options.options:
         _put_checkpointing(sources, options.flag("activation_checkpointing", False))
+    note_inert(sources, version, {key: setting.origin for key, setting in options.options.items() if key != "sharding_strategy"})
+    for key in sorted(set(options.options) - _TRAINER_KEYS):
+        sources.settings.note("LG225", "warning", f"the Trainer does not read {key} and ignores it", options.options[key].origin)
     if version == 2:
         sources.put("fsdp.reshard_after_forward", options.flag("reshard_after_forward", True))
         return
@@ -170,6 +177,8 @@ def from_environment(sources: Sources) -> None:
         _put_prefetch(sources, Setting(one_of(prefetch.value, PREFETCH, prefetch.origin), prefetch.origin))
         if sources.settings.get("fsdp.cpu_ram_efficient_loading"):
             sources.settings.put("fsdp.sync_module_states", True, variable(sources, "FSDP_CPU_RAM_EFFICIENT_LOADING", None).origin)
+    note_inert(sources, number, {name.removeprefix("fsdp_"): setting.origin for name, setting in sources.launch.arguments.items()
+                                 if not setting.origin.source.startswith("default")})  # fmt: skip
     _note_environment(sources)
 
 
@@ -194,6 +203,13 @@ def _argument_origin(sources: Sources, name: str) -> Origin:
     return found or Origin("environment", name)
 
 
+def note_inert(sources: Sources, version: int, stated: Mapping[str, Origin]) -> None:
+    """Keys of one FSDP version under the other (accelerate 1.15 utils/dataclasses.py; commands/to_fsdp2.py names the successors)."""
+    for key, origin in stated.items():
+        if key in (_INERT_IN_2 if version == 2 else ()):
+            sources.settings.note("LG227", "warning", f"{key} has no effect with FSDP2", origin)
+
+
 def _note_environment(sources: Sources) -> None:
     for name, what in (("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "checkpointed activations move to pinned host memory"),
                        ("FSDP_IGNORED_MODULES", "ignored modules stay whole on every rank")):  # fmt: skip
@@ -207,6 +223,8 @@ def _put_wrap(sources: Sources, policy: Setting, classes: Setting | None, size: 
     sources.put("fsdp.wrap_policy", policy)
     if policy.value == "TRANSFORMER_BASED_WRAP" and classes is not None and classes.value:
         names = classes.value.split(",") if isinstance(classes.value, str) else classes.value
+        if not isinstance(names, (list, tuple)):
+            raise InputError(f"{names!r} is not a list of class names", where=str(classes.origin), help="LlamaDecoderLayer,Other")
         sources.put("fsdp.wrap_classes", Setting(tuple(str(name).strip() for name in names), classes.origin))
     if policy.value == "SIZE_BASED_WRAP":
         sources.put("fsdp.min_num_params", size)

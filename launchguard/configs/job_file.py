@@ -78,6 +78,8 @@ def _flatten(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in _PARTS and isinstance(value, Mapping):
             for inner, entry in value.items():
                 yield f"{key}.{inner}", entry
+        elif key in _PARTS and value is None:
+            continue  # an empty section
         elif key in _SHORT:
             yield f"{key}.{_SHORT[key]}", value
         else:
@@ -90,6 +92,8 @@ def convert(field: str, value: Any, origin: Origin) -> Any:
     head, _, rest = field.partition(".")
     owner = _PARTS.get(head) if rest else job.JobSpec
     names = {spec.name for spec in dataclasses.fields(owner)} - set(_NOT_FIELDS) if owner else set()
+    if head in _PARTS and not rest:
+        raise InputError(f"{field} is a section, not a value", where=str(origin), help=f"{field}: {{{_first_field(head)}: ...}}")
     if owner is None or (rest or head) not in names:
         raise InputError(f"{field} is not a setting of a job", where=str(origin), help=_nearest(field))
     if field == "strategy" and value not in _STRATEGIES:
@@ -99,6 +103,10 @@ def convert(field: str, value: Any, origin: Origin) -> Any:
     if head == "precision" and rest in ("load", "storage", "compute", "reduce", "autocast") and value is not None:
         return _dtype(value, origin)
     return _coerce(typing.get_type_hints(owner)[rest or head], value, field, origin)
+
+
+def _first_field(part: str) -> str:
+    return dataclasses.fields(_PARTS[part])[0].name
 
 
 def _nearest(field: str) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +77,9 @@ def _from_hub(name: str, origin: Origin, env: Mapping[str, str], revision: str |
     """config.json of a hub id over the network, given up after a few seconds."""
     if any(env.get(variable, "").lower() in ("1", "true", "yes", "on") for variable in _OFFLINE):
         raise InputError(f"the model {name} is not in the local cache, and the hub is switched off", where=str(origin), help=_REMEDY)
+    if not _resolves(env):
+        raise InputError(f"the model {name} is not in the local cache, and the hub cannot be reached (no such host)", where=str(origin),
+                         help=_REMEDY)  # fmt: skip
     result: list[str | Exception] = []
     # A thread, because huggingface_hub retries for longer than anyone waits for a check.
     worker = threading.Thread(target=lambda: result.append(_download(name, _cache(env), revision)), daemon=True)
@@ -85,10 +92,22 @@ def _from_hub(name: str, origin: Origin, env: Mapping[str, str], revision: str |
     raise InputError(message, where=str(origin), help=_REMEDY)
 
 
+def _resolves(env: Mapping[str, str]) -> bool:
+    """False when the hub's name has no address: a login node without network, told apart in no time and without retries."""
+    if urllib.request.getproxies():
+        return True
+    host = urllib.parse.urlsplit(env.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        return bool(host and socket.getaddrinfo(host, 443))
+    except OSError:
+        return False
+
+
 def _download(name: str, cache: str, revision: str | None) -> str | Exception:
     try:
         from huggingface_hub import hf_hub_download
 
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         return str(hf_hub_download(name, "config.json", revision=revision, cache_dir=cache, etag_timeout=_HUB_SECONDS / 2))
     except Exception as error:  # whatever it is, the answer to the user is the same
         return error
@@ -107,13 +126,15 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
 def hidden_size(config: Mapping[str, Any], nested: bool) -> int | None:
     """hidden_size, else the largest of hidden_sizes; nested: of text_config too, as the Trainer looks and Accelerate does not
     (transformers/integrations/deepspeed.py:trainer_config_finalize, accelerate/accelerator.py:_prepare_deepspeed)."""
-    parts = (config, config.get("text_config") or {}) if nested else (config,)
+    text = config.get("text_config")
+    parts = (config, text) if nested and isinstance(text, Mapping) else (config,)
     for part in parts:
         for key in ("hidden_size", "d_model", "n_embd"):  # the last two: attribute_map of T5, BART, GPT-2
             if isinstance(part.get(key), int):
                 return int(part[key])
-        if part.get("hidden_sizes"):
-            return int(max(part["hidden_sizes"]))
+        sizes = [size for size in _list(part.get("hidden_sizes")) if isinstance(size, int)]
+        if sizes:
+            return max(sizes)
     return None
 
 
@@ -129,6 +150,10 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 def reads_tokens(config: Mapping[str, Any]) -> bool:
     """True for a model with a vocabulary; the length of an image model's sequence is its own."""
     return any("vocab_size" in part for part in (config, *_text_parts(config))) or "image_size" not in config
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

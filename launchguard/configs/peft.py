@@ -143,6 +143,11 @@ def finish(sources: Sources) -> None:
     """Rules that need the strategy (trl/trainer/sft_trainer.py:SFTTrainer.__init__, 1.16): ZeRO-3 keeps adapters in the base dtype and
     forces reentrant checkpointing; adapters over a quantised base become bfloat16."""
     settings = sources.settings
+    if settings.get("zero.zero_init") and "quantization.method" in settings:
+        where = settings.origin("quantization.method") or Origin("quantization")
+        settings.put("zero.zero_init", False, where)
+        message = "bitsandbytes loads around zero.Init: every rank loads the whole quantised model"
+        settings.note("LG229", "warning", message, where)
     if sources.loop not in TRL_LOOPS or "lora.r" not in settings:
         return
     origin = Origin(f"trl {default_of('trl').rsplit(' ', 1)[-1]}", "SFTTrainer")

@@ -19,18 +19,20 @@ _OTHER_FRAMEWORKS = ("lightning", "pytorch_lightning", "composer", "megatron", "
 _STRATEGIES = {"fully_shard": "fsdp2", "FSDP": "fsdp1", "FullyShardedDataParallel": "fsdp1",
                "DDP": "ddp", "DistributedDataParallel": "ddp"}  # fmt: skip
 _ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig")
+_ARGUMENT_PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 _CLASS_LISTS = ("transformer_layer_cls", "module_classes")  # keywords that hold classes; their names are what matters
-_READ = _ARGUMENT_CLASSES + ("Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained", "from_config", "MixedPrecisionPolicy",
-                             "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "FSDP", "FullyShardedDataParallel", "fully_shard",
-                             "DDP", "DistributedDataParallel", "prepare_model_for_kbit_training", "initialize", "partial",
-                             "transformer_auto_wrap_policy", "ModuleWrapPolicy", *_LOOPS)  # fmt: skip
+_READ = (
+    *_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_STRATEGIES, "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
+    "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
+    "initialize", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy",
+)  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
 
 @dataclass(frozen=True)
 class Call:
     """One call in the script. owner: what stands before the dot; keywords: those that are literals; references: keyword, or position
-    as text, -> attribute it takes its value from ("batch_size" of args.batch_size)."""
+    as text, -> attribute it takes its value from ("batch_size" of args.batch_size); scope: function it stands in, "" for the module."""
 
     name: str
     owner: str
@@ -38,6 +40,7 @@ class Call:
     positional: tuple[Any, ...]
     keywords: Mapping[str, Setting]
     references: Mapping[str, str] = field(default_factory=dict)
+    scope: str = ""
 
     def bound(self, given: Mapping[str, Setting]) -> Call:
         """The call with its references replaced by the script's arguments of that name."""
@@ -125,6 +128,14 @@ class ScriptSource:
                 return Setting(value, call.origin)
         return None
 
+    def model_before_arguments(self) -> Setting | None:
+        """The loading call, when the same function makes the training arguments only after it: zero.Init is then not yet on."""
+        model = self.model_call()
+        made = self.first(*_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS)
+        if model is None or made is None or model.scope != made.scope or int(model.origin.key) >= int(made.origin.key):
+            return None
+        return Setting(True, model.origin)
+
     def wrapped_classes(self) -> Setting | None:
         """Names of the layer classes that an FSDP1 wrap policy is given."""
         for call in self.calls:
@@ -173,6 +184,12 @@ class _Reader(ast.NodeVisitor):
         self.defaults: dict[str, Setting] = {}
         self.modules: dict[str, Origin] = {}
         self._constants: dict[str, Any] = {}
+        self._scope = ""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outer, self._scope = self._scope, node.name
+        self.generic_visit(node)
+        self._scope = outer
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -207,7 +224,7 @@ class _Reader(ast.NodeVisitor):
             self._argparse(node)
         elif name in _READ:
             positional, keywords = tuple(self._positional(node)), dict(self._keywords(node))
-            self.calls.append(Call(name, owner, self._origin(node), positional, keywords, dict(_references(node))))
+            self.calls.append(Call(name, owner, self._origin(node), positional, keywords, dict(_references(node)), self._scope))
         self.generic_visit(node)
 
     def _origin(self, node: ast.AST) -> Origin:

@@ -144,7 +144,7 @@ def fill_missing_sizes(sources: Sources) -> None:
     limit = model_config.max_positions(sources.config) if sources.config is not None else None
     if limit is not None and int(settings.get("seq_len", 0)) > limit and settings.origin("seq_len") is not None:
         message = f"{settings.get('seq_len')} tokens per sequence, but the model has {limit} positions"
-        settings.note("LG226", "warning", message, settings.origin("seq_len") or "")
+        settings.note("LG226", "info", message, settings.origin("seq_len") or "")
     if "micro_batch_size" not in settings:
         settings.default("micro_batch_size", 1, Origin("default of launchguard", "micro_batch_size"))
         message = "no batch size is stated: predicted for 1 sample per rank; give --micro-batch-size"

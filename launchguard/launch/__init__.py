@@ -18,6 +18,11 @@ from launchguard.launch._gpus import local_gpus
 
 _FALLBACK = "python"  # any interpreter; it must not take `python -m torch.distributed.run` from torchrun
 _WRAPPERS = frozenset({"env", "nohup", "exec", "time", "nice"})
+_OWN_FLAGS = {  # flags that decide the world, as argparse destinations with their dashes made underscores
+    "accelerate": ("__num_processes", "__num_machines", "__multi_gpu", "__use_fsdp", "__use_deepspeed", "__zero_stage", "__gpu_ids"),
+    "torchrun": ("__nproc_per_node", "__nnodes", "__node_rank"),
+    "deepspeed": ("__num_gpus", "__num_nodes", "__hostfile", "__include", "__exclude"),
+}
 _RUNNERS = {"uv": "run", "poetry": "run", "pdm": "run", "pipenv": "run"}
 
 
@@ -33,14 +38,16 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
     GPUs of this machine. Raises InputError for a command that no launcher knows, or that its launcher would refuse.
     """
     if not argv:
-        raise InputError("no launch command given", help="launchguard check -- torchrun --nproc_per_node 8 train.py ...")
+        raise InputError(
+            "no launch command given", where="command line", help="launchguard check -- torchrun --nproc_per_node 8 train.py ..."
+        )
     command, assigned, wrapper = _unwrap(argv)
     whole_env = {**env, **assigned}
     for name in launchers():
         launcher = registry.load("launch", name)
         if command and launcher.matches(command):
             launch = launcher.parse(command, whole_env, cwd, gpus_per_node)
-            notes = launch.notes
+            notes = launch.notes + _misplaced(launch)
             if wrapper:
                 notes += (Note("LG201", "info", f"read past {' '.join(wrapper)!r}, which does not change what is launched", wrapper[0]),)
             return dataclasses.replace(launch, argv=tuple(argv), notes=notes)
@@ -61,6 +68,15 @@ def without_command(
     gpus, origin = local_gpus(env, gpus_per_node, flag="--gpus-per-node")
     return LaunchSpec(launcher="none", argv=(), cwd=cwd, script=None, nnodes=nnodes, nproc_per_node=gpus,
                       environment=inherited(env), world_size_origin=origin)  # fmt: skip
+
+
+def _misplaced(launch: LaunchSpec) -> tuple[Note, ...]:
+    """The launcher's own flags behind the script: they go to the script, and the launcher never sees them."""
+    found = [
+        word.split("=")[0] for word in launch.script_args if word.split("=")[0].replace("-", "_") in _OWN_FLAGS.get(launch.launcher, ())
+    ]
+    message = "{} stands behind the script, so it is the script's argument and " + launch.launcher + " does not see it"
+    return tuple(Note("LG216", "warning", message.format(flag), f"command line:{flag}") for flag in found)
 
 
 def _unwrap(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:

@@ -40,7 +40,8 @@ def without_exit(parse: Callable[[], T], launcher: str) -> T:
             return parse()
     except SystemExit as error:
         if error.code in (0, None):
-            raise InputError(f"{launcher} would print a text and exit: nothing is launched", where=launcher) from None
+            raise InputError(f"{launcher} would print a text and exit: nothing is launched", where=launcher,
+                             help="check a command that starts a script") from None  # fmt: skip
         raise InputError(_last_line(output.getvalue()) or f"{launcher} rejects its arguments", where=launcher,
                          help=f"see {launcher} --help") from None  # fmt: skip
 
@@ -55,7 +56,7 @@ def refusals(launcher: str, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # only the library's own code runs in the block; what it raises is its verdict on the input
         text = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{launcher} refuses: {text}", where=where or launcher) from error
+        raise InputError(f"{launcher} refuses: {text}", where=where or launcher, help="it would stop with this error") from error
 
 
 def _last_line(text: str) -> str:

@@ -81,6 +81,7 @@ def _spec(launch: Any, args: Any, argv: Sequence[str], env: Mapping[str, str], c
     nnodes, nproc, notes = _world(args)
     if config_file is not None and given.get("config_file") is None:
         notes += (Note("LG208", "info", "no --config_file: the user's default Accelerate config is in effect", config_file),)
+    notes += _unused_keys(defaults, given, _as_written(config_file, cwd)) + _gpu_ids_note(args, nproc)
     script = None if args.training_script == _NO_SCRIPT else args.training_script
     return LaunchSpec(
         launcher="accelerate", argv=tuple(argv), cwd=cwd, script=script, script_args=tuple(args.training_script_args),
@@ -144,6 +145,23 @@ def _rank_environment(launch: Any, args: Any, defaults: Any, mixed_precision_fro
     return {name: value for name, value in prepared.items() if name not in _FROM_ENVIRONMENT_OF_NOBODY}
 
 
+def _unused_keys(defaults: Any, given: Mapping[str, Any], config_file: str | None) -> tuple[Note, ...]:
+    """Keys of the config file's sections that no argument of `accelerate launch` takes; Accelerate ignores them in silence."""
+    unused = [key for name, (key, _) in _config_keys(defaults).items() if "." in key and name not in given] if defaults is not None else []
+    known = ("fsdp_ignored_modules", "deepspeed_moe_layer_cls_names")  # read with getattr, without a flag
+    return tuple(Note("LG225", "warning", f"accelerate launch does not know {key} and ignores it", f"{config_file}:{key}")
+                 for key in unused if key.rpartition(".")[2] not in known)  # fmt: skip
+
+
+def _gpu_ids_note(args: Any, nproc: int) -> tuple[Note, ...]:
+    """More processes per machine than GPU ids: ranks would share a GPU."""
+    ids = [entry for entry in str(args.gpu_ids or "all").split(",") if entry.strip()]
+    if ids == ["all"] or nproc <= len(ids):
+        return ()
+    message = f"{nproc} processes per machine, but gpu_ids names {len(ids)}: ranks would share a GPU, and one each is predicted"
+    return (Note("LG215", "warning", message, "accelerate launch:gpu_ids"),)
+
+
 def _starts_many(args: Any) -> bool:
     """commands/launch.py:launch_command: which jobs do not end in simple_launcher."""
     return not args.cpu and bool(args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu)
@@ -153,7 +171,7 @@ def _world(args: Any) -> tuple[int, int, tuple[Note, ...]]:
     """(machines, processes per machine, notes)."""
     machines, total = args.num_machines or 1, args.num_processes or 1
     if args.tpu:
-        raise InputError("TPU jobs are not modelled", where="accelerate launch --tpu")
+        raise InputError("TPU jobs are not modelled", where="accelerate launch --tpu", help="launchguard predicts CUDA GPUs")
     if not _starts_many(args):
         if total * machines == 1 or args.mpirun_hostfile is not None:
             return machines, max(1, total // machines), ()

@@ -18,6 +18,7 @@ from launchguard.report.wording import (
     effective_configuration,
     gib,
     grouped_ranks,
+    phase_name,
     place,
     rank_names,
     telling_digits,
@@ -26,6 +27,12 @@ from launchguard.report.wording import (
 from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict
 
 _SHOWN_CAUSES = 8
+# Defaults that decide the bytes are shown too; the others are in the JSON report.
+_ALWAYS_SHOWN = frozenset({
+    "micro_batch_size", "gradient_accumulation_steps", "seq_len", "activation_checkpointing.enabled", "optimizer.name",
+    "optimizer.implementation", "precision.load", "zero.stage", "zero.reduce_bucket_size", "fsdp.version", "fsdp.sharding_strategy",
+    "fsdp.reshard_after_forward",
+})  # fmt: skip
 _SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 _SEVERITY_WORDS = {"error": "error", "warning": "warning", "info": "note"}
 
@@ -201,7 +208,7 @@ def _phases(rank: RankPrediction, world_size: int) -> Table:
     for phase in rank.phases:
         mark = " (peak)" if phase.name == rank.peak.name else ""
         style = "bold" if mark else ""
-        table.add_row(Text(phase.name + mark), *_sizes(phase.allocated_bytes, phase.reserved_bytes, phase.device_bytes), style=style)
+        table.add_row(Text(phase_name(phase.name) + mark), *_sizes(phase.allocated_bytes, phase.reserved_bytes, phase.device_bytes), style=style)
     return table
 
 
@@ -243,8 +250,14 @@ def _configuration(verdict: Verdict) -> Table:
     table.add_column("effective configuration", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("set by", overflow="fold")
+    hidden = 0
     for entry in effective_configuration(verdict.job):
+        if entry.origin.startswith("default of") and entry.field not in _ALWAYS_SHOWN:
+            hidden += 1
+            continue
         table.add_row(Text(entry.field), Text(_value(entry.value)), Text(entry.origin))
+    if hidden:
+        table.add_row(Text(f"({hidden} library defaults, see --json)"), Text(""), Text(""))
     return table
 
 

@@ -52,9 +52,22 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
 
 
+_STEPS = {"1": "step 1", "2": "a steady step"}
+_PHASES = {"load": "loading the model", "prepare": "engine set-up", "idle": "between steps"}
+
+
+def phase_name(phase: str) -> str:
+    """ "backward_2" -> "backward (a steady step)"; names that stand for themselves stay."""
+    base, _, step = phase.rpartition("_")
+    if step in _STEPS and base:
+        return f"{'optimizer step' if base == 'step' else base} ({_STEPS[step]})"
+    return _PHASES.get(phase, phase)
+
+
 def place(phase: str, module: str) -> str:
-    """ "backward of model.layers.31", or the phase alone."""
-    return f"{phase} of {module}" if module else phase
+    """ "backward (a steady step) of model.layers.31", or the phase alone."""
+    name = phase_name(phase)
+    return f"{name}, at {module}" if module else name
 
 
 def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction | None:

@@ -6,6 +6,7 @@ accelerate 1.15 utils/fsdp_utils.py:fsdp2_prepare_model (embedding and tail in g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ def units_of(trace: StepTrace, fsdp: FsdpSpec, grouping: bool = False) -> list[U
     """Units bottom-up, the root last (with what no other unit took; without parameters it is left out unless it is the only one).
     grouping: Accelerate's FSDP2 grouping. Raises InputError when a wrap class is not in the model."""
     wrapped = _wrapped_modules(trace, fsdp)
-    groups = [((m,), False) for m in wrapped]
+    groups: list[tuple[tuple[int, ...], bool]] = [((m,), False) for m in wrapped]
     if grouping:
         groups += _accelerate_groups(trace)
     owner = _owners(trace, groups)
@@ -57,7 +58,8 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
     present = {m.cls for m in trace.modules}
     missing = set(fsdp.wrap_classes) - present
     if missing and not (set(fsdp.wrap_classes) & present):
-        repeated = sorted({m.cls for m in trace.modules if sum(n.cls == m.cls for n in trace.modules) > 1})
+        counts = Counter(m.cls for m in trace.modules)
+        repeated = sorted(cls for cls, n in counts.items() if n > 1)
         raise InputError(f"no module of class {', '.join(sorted(missing))} in {trace.facts.get('model_class', 'the model')}",
                          where="fsdp_transformer_layer_cls_to_wrap", help=f"classes that repeat in this model: {', '.join(repeated)}")  # fmt: skip
     chosen = [i for i, m in enumerate(trace.modules) if m.cls in classes]
@@ -122,10 +124,10 @@ def _final_norm(trace: StepTrace) -> int | None:
 def _owners(trace: StepTrace, groups: Sequence[tuple[tuple[int, ...], bool]]) -> list[int]:
     """For each parameter the innermost group that holds it, -1 for the root; a tied parameter belongs to the first group."""
     group_of = {m: g for g, (modules, _) in enumerate(groups) for m in modules}
-    nearest = []
+    nearest: list[int] = []
     for i, m in enumerate(trace.modules):
         nearest.append(group_of.get(i, nearest[m.parent] if m.parent >= 0 else -1))
-    owner = []
+    owner: list[int] = []
     for p in trace.params:
         found = [nearest[m] for m in p.owners if nearest[m] >= 0]
         owner.append(found[0] if found else -1)

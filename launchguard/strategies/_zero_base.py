@@ -14,7 +14,7 @@ from launchguard.job import JobSpec, ZeroSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine
 from launchguard.strategies._stream import Stream
-from launchguard.strategies.optimizer_step import OptimizerStates
+from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor
 from launchguard.units import dtype_bytes, dtype_name
 
 ALLGATHER_STREAM = 1  # side streams of DeepSpeed; each is a pool of its own in the caching allocator
@@ -26,6 +26,7 @@ BOUNDARY_BUCKET = 500_000_000  # engine.py:MEMORY_OPT_ALLREDUCE_SIZE, elements; 
 # transformers 5.24 trainer.py:get_decay_parameter_names: what the Trainer's own optimizer keeps in a group without weight decay.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 _TRAINER_LOOPS = frozenset({"trainer", "sft", "dpo"})
+_AUTOCAST_MODULES = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})  # torch_autocast.py:LOWER_PRECISION_SAFE_MODULES
 
 
 class Storage:
@@ -92,7 +93,7 @@ class ZeroEngine(Engine):
     # the optimizer -------------------------------------------------------------------------------------------------
     def optimizer_of(self, numels: Sequence[int]) -> OptimizerStates:
         """States over flat master partitions of these sizes."""
-        return OptimizerStates(self.stream, self.job.optimizer, [[((n,), self.moment_dtype) for n in numels]])
+        return OptimizerStates(self.stream, self.job.optimizer, [[SteppedTensor((n,), self.moment_dtype)] for n in numels])
 
     @property
     def moment_dtype(self) -> str:
@@ -106,6 +107,15 @@ class ZeroEngine(Engine):
             scalars.append(stream.alloc(max(nbytes, FLOAT32), Category.TEMPORARIES, "gradient norm"))
             stream.free(cast)
         stream.free(*scalars)
+
+    def communication_dtypes(self) -> dict[int, str]:
+        """base_optimizer.py:get_param_comm_dtype: one dtype, or under torch_autocast the autocast dtype for parameters of modules that are
+        safe in it and their own for the others."""
+        if not self.zero.torch_autocast:
+            return dict.fromkeys(range(len(self.numel)), self.comm_dtype)
+        low = self.job.precision.autocast or "bfloat16"
+        modules = self.trace.modules
+        return {i: low if modules[p.module].cls in _AUTOCAST_MODULES else self.dtype for i, p in enumerate(self.trace.params)}
 
     # gradients -----------------------------------------------------------------------------------------------------
     def own(self, handle: int) -> Storage:

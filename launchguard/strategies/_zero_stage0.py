@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from launchguard.events import Category
 from launchguard.strategies._zero_base import BOUNDARY_BUCKET, FLOAT32, ZeroEngine
 from launchguard.strategies._zero_flat import FlatGroup
-from launchguard.strategies.optimizer_step import OptimizerStates
+from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor
 
 
 class ReplicatedEngine(ZeroEngine):
@@ -24,7 +24,7 @@ class ReplicatedEngine(ZeroEngine):
 
     def optimizer_over(self, dtype: str) -> OptimizerStates:
         """One optimizer over whole tensors, in the param groups of the job."""
-        tensors = [[(self.trace.params[i].shape, dtype) for i in group] for group in self.groups]
+        tensors = [[SteppedTensor(self.trace.params[i].shape, dtype) for i in group] for group in self.groups]
         return OptimizerStates(self.stream, self.job.optimizer, tensors)
 
     def grad(self, param: int, handle: int) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from launchguard.events import Category
 from launchguard.strategies._zero_base import FLOAT32, NORM_BYTES, REDUCE_STREAM, Storage, ZeroEngine
 from launchguard.strategies._zero_flat import FlatGroup, Slice, round_robin
+from launchguard.units import dtype_bytes
 
 
 @dataclass
 class Bucket:
     """IPGBucket of one communication dtype."""
 
+    dtype: str
     params: list[int] = field(default_factory=list)
     elements: int = 0
     index: int = 0
@@ -46,7 +48,8 @@ class PartitionedEngine(ZeroEngine):
         self.members = [g.members(self.rank) for g in self.flat]
         self.position = {s.param: s for group in self.members for s in group}
         self.group_of = {i: k for k, g in enumerate(self.flat) for i in g.order}
-        self.buckets = [Bucket()]
+        self.comm_of = self.communication_dtypes()
+        self.buckets = {name: Bucket(name) for name in sorted({self.comm_of[i] for i in self.group_of})}
         self.grads: dict[int, Storage] = {}  # p.grad, or p.grad_accum with a separate accumulator
         self.pending: list[int] = []  # previous_reduced_grads
         self.partition_buffer: Storage | None = None
@@ -151,14 +154,14 @@ class PartitionedEngine(ZeroEngine):
         if not self.contiguous:
             return
         nbytes = self.zero.reduce_bucket_size * self.bucket_bytes
-        for bucket in self.buckets:
+        for bucket in self.buckets.values():
             bucket.index = 0
             for _ in range(2 if self.zero.overlap_comm else 1):
                 bucket.buffers.append(self.own(self.stream.alloc(nbytes, Category.COMMUNICATION, "ipg bucket")))
 
     def _to_bucket(self, param: int) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads."""
-        bucket, n = self.buckets[0], self.numel[param]
+        bucket, n = self.buckets[self.comm_of[param]], self.numel[param]
         if bucket.elements + n > self.zero.reduce_bucket_size:
             self._reduce(bucket)
             if self.contiguous and self.zero.overlap_comm:
@@ -197,15 +200,15 @@ class PartitionedEngine(ZeroEngine):
         if not self.contiguous:  # buffered_reduce_fallback
             if self.zero.overlap_comm:
                 self._clear_pending()
-            self._reduce_copy(total, copies=len(bucket.params) > 1, owned=bucket.params)
+            self._reduce_copy(bucket.dtype, total, copies=len(bucket.params) > 1, owned=bucket.params)
         elif not self.zero.reduce_scatter:  # gradient_reduction_w_predivide: in place
-            self._reduce_copy(total, copies=False, owned=bucket.params)
+            self._reduce_copy(bucket.dtype, total, copies=False, owned=bucket.params)
         else:
             slices = self._reduce_slices(bucket)
             for param in [p for _, owned in slices for p in owned]:  # outputs are looked up before anything is reduced
                 self._compact_partition(self.group_of[param])
             for numels, owned in slices:
-                self._reduce_copy(sum(numels), copies=len(numels) > 1, owned=owned)
+                self._reduce_copy(bucket.dtype, sum(numels), copies=len(numels) > 1, owned=owned)
 
     def _reduce_slices(self, bucket: Bucket) -> list[tuple[list[int], list[int]]]:
         """average_tensor: the bucket cut at partition boundaries, neighbours of one rank joined (unless they go to a compact partition),
@@ -229,24 +232,24 @@ class PartitionedEngine(ZeroEngine):
                 previous = rank
         return [*collectives, (numels, owned)]
 
-    def _reduce_copy(self, total: int, copies: bool, owned: list[int]) -> None:
+    def _reduce_copy(self, dtype: str, total: int, copies: bool, owned: list[int]) -> None:
         """allreduce_bucket: a flat copy of several slices, another in the communication dtype; both until results are copied back."""
         stream = self.stream
         flat = stream.alloc(total * self.bucket_bytes if copies else 0, Category.COMMUNICATION, "reduce copy", self.side)
         cast = 0
-        if self.comm_dtype != self.bucket_dtype:
-            cast = stream.alloc(total * self.comm, Category.COMMUNICATION, "reduce copy", self.side)
+        if dtype != self.bucket_dtype:
+            cast = stream.alloc(total * dtype_bytes(dtype), Category.COMMUNICATION, "reduce copy", self.side)
             stream.free(flat)
         if self.compact:
-            self._add_to_compact([p for p in owned if p in self.position])
+            self._add_to_compact(dtype, [p for p in owned if p in self.position])
         stream.free(cast or flat)
 
-    def _add_to_compact(self, owned: list[int]) -> None:
+    def _add_to_compact(self, dtype: str, owned: list[int]) -> None:
         """_get_compact_grad_partition_slice and _add_to_grad_partition_buffer: float32 results go straight to the owned partition."""
         for param in owned:
             group = self.group_of[param]
             self._compact_partition(group)
-            if self.comm_dtype != self.acc_dtype:
+            if dtype != self.acc_dtype:
                 self.stream.touch(self.position[param].numel * self.acc, Category.GRADIENTS, "averaged gradients", self.side)
 
     def _compact_partition(self, group: int) -> None:
@@ -311,7 +314,7 @@ class PartitionedEngine(ZeroEngine):
 
     def _epilogue(self) -> None:
         """independent_gradient_partition_epilogue."""
-        for bucket in self.buckets:
+        for bucket in self.buckets.values():
             self._reduce(bucket)
         if self.zero.overlap_comm:
             self._clear_pending()
@@ -319,7 +322,7 @@ class PartitionedEngine(ZeroEngine):
         if not self.offload:
             for k, members in enumerate(self.members):
                 dropped += self._collect(k, members)
-        for bucket in self.buckets:
+        for bucket in self.buckets.values():
             for buffer in bucket.buffers:
                 buffer.drop()
             bucket.buffers = []

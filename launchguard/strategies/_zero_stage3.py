@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from launchguard.events import Category
-from launchguard.job import OptimizerSpec
+from launchguard.events import Category, StepTrace
+from launchguard.job import JobSpec, OptimizerSpec
+from launchguard.profiles import DeviceProfile
 from launchguard.strategies._zero3_coordinator import AVAILABLE, Coordinator, Flight
+from launchguard.strategies._zero3_linear import keep_linear_inputs
 from launchguard.strategies._zero_base import ALLGATHER_STREAM, NORM_BYTES, REDUCE_STREAM, ZeroEngine
-from launchguard.strategies.optimizer_step import OptimizerStates
+from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor
 from launchguard.units import ceil_div, dtype_bytes
 
 # zero/leaf_module_config.py:DEFAULT_LEAF_MODULE_CLASSES: fetched whole, no hooks inside
@@ -18,6 +20,9 @@ _NORM_CHUNK = 250_000_000  # stage3.py:_constant_buffered_norm2, elements
 
 class ShardedEngine(ZeroEngine):
     """Parameters, gradients and optimizer states partitioned; every parameter on its own, padded to the number of ranks."""
+
+    def __init__(self, job: JobSpec, trace: StepTrace, rank: int, device: DeviceProfile) -> None:
+        super().__init__(job, keep_linear_inputs(trace), rank, device)
 
     # load and prepare ----------------------------------------------------------------------------------------------
     def load(self) -> None:
@@ -65,6 +70,7 @@ class ShardedEngine(ZeroEngine):
         if not zero.zero_init:
             for i in range(len(self.numel)):
                 self._partition(i)
+        self.stream.alloc(0 if self.offload else 1, Category.TEMPORARIES, "overflow flag")  # inf_or_nan_tracker
         self.gathered: dict[int, int] = {}
         self.saved: dict[int, list[int]] = {}
         self.recomputing = False
@@ -95,7 +101,7 @@ class ShardedEngine(ZeroEngine):
         k = self.zero.zero_hpz_partition_size
         if k > 1:
             self._make_secondary(i)
-        if not self.offload_param or self.persistent[i]:
+        if not self.offload_param:  # small ones too: Init knows no persistence threshold before the engine marks them
             self.parts[i] = stream.alloc(self.q[i] * self.b, Category.PARAMETERS, f"{self.word} partition")
         stream.free(self.model.pop(i))
 
@@ -135,9 +141,9 @@ class ShardedEngine(ZeroEngine):
         pairs = {}
         for i, p in enumerate(params):
             weight = index.get(p.name.removesuffix("bias") + "weight", -1)
-            if p.name.endswith("bias") and weight >= 0 and self.trace.modules[p.module].cls == "Linear":
-                if p.requires_grad and params[weight].requires_grad:
-                    pairs[i] = weight
+            linear = p.name.endswith("bias") and weight >= 0 and self.trace.modules[p.module].cls == "Linear"
+            if linear and p.requires_grad and params[weight].requires_grad:
+                pairs[i] = weight
         return pairs
 
     # states --------------------------------------------------------------------------------------------------------
@@ -198,7 +204,7 @@ class ShardedEngine(ZeroEngine):
         """The optimizer over one sub-group; a partly offloaded job updates those on the device with torch's AdamW."""
         if self.offload:
             spec = OptimizerSpec("adamw", "foreach", self.job.optimizer.params)
-            return OptimizerStates(self.stream, spec, [[[((self.sizes[k],), self.master_dtype)]]])
+            return OptimizerStates(self.stream, spec, [[SteppedTensor((self.sizes[k],), self.master_dtype)]])
         return self.optimizer_of([self.sizes[k]])
 
     def _make_gradients(self) -> None:

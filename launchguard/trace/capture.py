@@ -6,6 +6,7 @@ PyTorch keeps alive as long as the C++ storage). Scratch that a CUDA op holds wh
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -64,10 +65,10 @@ class Tracker(TorchDispatchMode):
             like = self._count
             self.events.append(TraceEvent(TraceOp.ALLOC, like, nbytes))
         self._ids[key] = like
-        self._refs[key] = weakref.ref(storage, lambda _, key=key: self._died(key))
+        self._refs[key] = weakref.ref(storage, functools.partial(self._died, key))
         return like
 
-    def _died(self, key: int) -> None:
+    def _died(self, key: int, _: Any) -> None:
         ident = self._ids.pop(key, -1)
         self._refs.pop(key, None)
         if ident > 0:

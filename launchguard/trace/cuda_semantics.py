@@ -39,7 +39,7 @@ FLOAT32 = (
 FLOAT32_SET_OPT_DTYPE = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList".split()
 
 
-class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
+class _Backend(backend_registration._DummyBackendModule):
     """What torch asks of an accelerator module."""
 
     def get_rng_state(self, *args: Any) -> torch.Tensor:
@@ -93,11 +93,11 @@ class Semantics:
         torch.autograd.set_multithreading_enabled(False)
         self._install_autocast()
         self._install_kernels()
-        torch.nn.functional.scaled_dot_product_attention = self.attention  # type: ignore[assignment]
-        torch.tensor = self._device_tensor  # type: ignore[assignment]
-        torch.nn.functional.rms_norm = self._rms_norm  # type: ignore[assignment]
-        torch.clear_autocast_cache = self._clear_autocast_cache(torch.clear_autocast_cache)  # type: ignore[assignment]
-        torch.Tensor.all = _all_true(torch.Tensor.all)  # type: ignore[method-assign]
+        torch.nn.functional.scaled_dot_product_attention = self.attention
+        torch.tensor = self._device_tensor
+        torch.nn.functional.rms_norm = self._rms_norm
+        torch.clear_autocast_cache = self._clear_autocast_cache(torch.clear_autocast_cache)
+        torch.Tensor.all = _all_true(torch.Tensor.all)
 
     # ------------------------------------------------------------------------------------------------ autocast
     def _install_autocast(self) -> None:

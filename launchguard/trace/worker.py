@@ -24,6 +24,9 @@ def main(request: TraceRequest, pipe: Connection) -> None:
         pipe.send(("trace", encode(trace)))
     except LaunchguardError as e:
         pipe.send(("error", ("input" if isinstance(e, InputError) else "unknown", e.message, e.where, e.help)))
+    except ModuleNotFoundError as e:
+        name = (e.name or "a library").split(".")[0]
+        pipe.send(("error", ("unknown", f"{name} is not installed here", "", f"pip install {name} (a CPU build is enough)")))
     except BaseException as e:  # anything else is a job that cannot be traced: say where it stopped
         pipe.send(
             (

@@ -130,3 +130,12 @@ def test_shell_environment_reaches_a_trainer_under_torchrun(work) -> None:
     job = work.resolve(line, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_MIXED_PRECISION="bf16", PYTORCH_CUDA_ALLOC_CONF="x:1")
     assert (job.strategy, job.precision.compute, job.allocator_conf) == ("fsdp2", "bfloat16", "x:1")
     assert job.origin("fsdp.version") == Origin("environment", "FSDP_VERSION")
+
+
+def test_keys_of_the_other_version_are_said(work, codes) -> None:
+    work.write("acc.yaml", fsdp(2, sharding_strategy="FULL_SHARD", backward_prefetch="BACKWARD_PRE"))
+    job = work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert [note.origin for note in job.notes if note.code == "LG227"] == [
+        "acc.yaml:fsdp_config.fsdp_sharding_strategy",
+        "acc.yaml:fsdp_config.fsdp_backward_prefetch",
+    ]

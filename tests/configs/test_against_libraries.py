@@ -12,8 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from launchguard.configs import _installed
+from launchguard.configs import _installed, deepspeed_json
+from launchguard.errors import InputError
+from launchguard.job import Settings
 
 transformers = pytest.importorskip("transformers")
 TRAINER = ["torchrun", "--nproc_per_node", "4", "train.py", "--model_name_or_path", "m", "--output_dir", "o", "--max_seq_length", "8"]
@@ -137,3 +141,25 @@ def test_arguments_like_hf_argument_parser(tokens: list[str]) -> None:
     real = vars(parser.parse_known_args(tokens)[0])
     for name, setting in script_args.parse(tokens, _installed.dataclass_fields("TrainingArguments")).items():
         assert real[name] == setting.value, name
+
+
+sizes = st.one_of(st.none(), st.integers(1, 12))
+
+
+@given(total=sizes, micro=sizes, steps=sizes)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_batch_triple(total: int | None, micro: int | None, steps: int | None) -> None:
+    """deepspeed.runtime.config.DeepSpeedConfig, which takes the world to be one rank here."""
+    config = pytest.importorskip("deepspeed.runtime.config")
+    tree = dict(zip(deepspeed_json._BATCH, (total, micro, steps)))
+    tree = {key: value for key, value in tree.items() if value is not None}
+    sources: Any = SimpleNamespace(launch=SimpleNamespace(world_size=1), settings=Settings())
+    try:
+        real = config.DeepSpeedConfig(dict(tree))
+    except AssertionError:
+        with pytest.raises(InputError):
+            deepspeed_json.triple(sources, deepspeed_json.Document("ds.json", tree))
+        return
+    deepspeed_json.triple(sources, deepspeed_json.Document("ds.json", tree))
+    assert sources.settings.get("micro_batch_size") == real.train_micro_batch_size_per_gpu
+    assert sources.settings.get("gradient_accumulation_steps") == real.gradient_accumulation_steps

@@ -216,3 +216,32 @@ def test_validation_gives_the_installed_defaults(work, capfd) -> None:
     asked, unasked = work.resolve(RAW, {"validate": True}), work.resolve(RAW)
     assert asked.zero == unasked.zero
     assert capfd.readouterr().out == ""
+
+
+def test_every_mismatch_at_once(work) -> None:
+    work.write("ds.json", {**AUTO, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2})
+    with pytest.raises(InputError) as caught:
+        work.resolve(TRAINER)
+    assert caught.value.where == "ds.json:train_micro_batch_size_per_gpu, ds.json:gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_model_loaded_before_the_arguments_is_not_partitioned(work, codes, early: bool) -> None:
+    lines = ['    model = AutoModelForCausalLM.from_pretrained("m")', "    args, = parser.parse_args_into_dataclasses()"]
+    work.write("train.py", "def main():\n" + "\n".join(lines if early else lines[::-1]) + "\n    Trainer(model, args)\n")
+    work.write("ds.json", AUTO)
+    job = work.resolve(TRAINER)
+    assert job.zero is not None and job.zero.zero_init != early
+    assert ("LG228" in codes(job)) == early
+
+
+def test_a_quantised_model_is_loaded_whole(work, codes) -> None:
+    work.write("ds.json", AUTO)
+    job = work.resolve(TRAINER.replace("train.py", "sft.py") + " --use_peft --load_in_4bit")
+    assert job.zero is not None and not job.zero.zero_init and "LG229" in codes(job)
+
+
+def test_batch_search_is_refused_with_stage_3(work) -> None:
+    work.write("ds.json", AUTO)
+    with pytest.raises(InputError, match="auto_find_batch_size"):
+        work.resolve(TRAINER + " --auto_find_batch_size")

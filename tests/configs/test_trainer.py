@@ -218,3 +218,17 @@ class TestModel:
         (work.path / "empty").mkdir()
         with pytest.raises(InputError, match="empty/config.json"):
             work.resolve("python train.py --output_dir o --model_name_or_path empty")
+
+
+def test_fsdp_config_keys_that_nothing_reads(work) -> None:
+    config = '{"sharding_strategy": "FULL_SHARD", "use_orig_params": true}'
+    job = work.resolve([*TRAINER.split(), "--fsdp", "full_shard", "--fsdp_config", config])
+    assert sorted(note.code for note in job.notes) == ["LG225", "LG227"]
+
+
+def test_hub_without_an_address(work, monkeypatch: pytest.MonkeyPatch) -> None:
+    from launchguard.configs import model_config
+
+    monkeypatch.setattr(model_config, "_resolves", lambda env: False)
+    with pytest.raises(InputError, match="no such host"):
+        work.resolve("python train.py --output_dir o --model_name_or_path org/name", HF_HUB_OFFLINE="0")

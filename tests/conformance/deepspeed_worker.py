@@ -25,7 +25,7 @@ from typing import Any
 DEVICE = "simgpu"
 CASE: dict[str, Any] = dict(
     model="mlp", stage=0, dtype="bf16", offload="none", gas=1, iters=2, world=2, rank=0, bucket=100_000, prefetch=50_000, persist=0,
-    optimizer="AdamW", optimizer_params={}, zero={}, top={}, zero_init=False, freeze="", checkpoint=False, width=129, layers=5,
+    optimizer="AdamW", optimizer_params={}, zero={}, top={}, zero_init=False, freeze="", checkpoint=False, width=129, layers=4,
 )  # fmt: skip
 RANDOM = {"uniform_", "normal_", "trunc_normal_", "random_", "bernoulli_", "exponential_"}
 
@@ -35,7 +35,7 @@ def start(world: int, rank: int) -> Any:
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_SIZE="8",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", TOKENIZERS_PARALLELISM="false")  # fmt: skip
     import torch
-    import torch.distributed._tools.fake_collectives  # noqa: F401
+    import torch.distributed._tools.fake_collectives
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -111,9 +111,7 @@ def set_rank(world: int, rank: int) -> None:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     comm.cdb = sys.modules["deepspeed.comm.torch"].TorchBackend("fake", timedelta(seconds=60), None)
     for name, value in vars(groups).items():  # process groups of the last world
-        if name.startswith("_") and not name.startswith("__") and isinstance(value, (dist.ProcessGroup, type(None))):
-            setattr(groups, name, None)
-        elif name in ("_ZERO_PARAM_INTRA_PARALLEL_GROUP",):
+        if isinstance(value, dist.ProcessGroup):
             setattr(groups, name, None)
 
 
@@ -242,13 +240,38 @@ def trace_of(case: dict[str, Any], mode: Any) -> Any:
 
     from launchguard.trace import capture
 
+    global _pre
+    _pre = _pre or capture.ModuleMarks._pre
     capture.SCRATCH = {}  # type: ignore[attr-defined]
     capture.Tracker._taken_over = lambda self, func, args: None  # type: ignore[method-assign,assignment]
+    capture.ModuleMarks._pre = _pre_with_input  # type: ignore[method-assign]
     books = Books()
     with mode, books.mode(), torch.device(DEVICE):
         model = build(case)
         cast(case, model)
     return capture.capture(mode, model, dict, lambda m, batch: (run_model(case, m), None), None, lambda text: None, {})  # type: ignore[arg-type]
+
+
+_pre: Any = None
+
+
+def _pre_with_input(self: Any, i: int) -> Any:
+    """ENTER with the storage of the module's first input, whether or not the tracer gives it."""
+    import torch
+
+    from launchguard.events import TraceEvent, TraceOp
+
+    hook, tracker = _pre(self, i), self.tracker
+
+    def wrapped(module: Any, args: Any, kwargs: Any) -> Any:
+        at = len(tracker.events)
+        out = hook(module, args, kwargs)
+        if args and isinstance(args[0], torch.Tensor):
+            assert tracker.events[at].op is TraceOp.ENTER
+            tracker.events[at] = TraceEvent(TraceOp.ENTER, i, tracker.see(args[0]))
+        return out
+
+    return wrapped
 
 
 def cast(case: dict[str, Any], model: Any) -> None:

@@ -133,54 +133,79 @@ def compare(result: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
 
 
 # ------------------------------------------------------------------------------------------------ the cases
-def _cases() -> list[dict[str, Any]]:
+ACC32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+COMM32 = {"communication_data_type": "fp32"}
+TORCH_ADAM = {"torch_adam": True, "foreach": True}
+
+# one case for every rule that allocates; each is exact to the scalars that norms and loss scaling leave behind
+CASES: list[dict[str, Any]] = [
+    dict(stage=0, gas=2),
+    dict(stage=0, dtype="fp32"),
+    dict(stage=0, optimizer_params=TORCH_ADAM, top=COMM32),
+    dict(stage=1, gas=2),
+    dict(stage=1, gas=2, offload="optimizer"),
+    dict(stage=1, gas=2, zero={"overlap_comm": True}, dtype="fp32"),
+    dict(stage=1, gas=2, top=ACC32),
+    dict(stage=1, gas=2, top=ACC32, dtype="fp16"),
+    dict(stage=2, gas=2, optimizer_params=TORCH_ADAM),
+    dict(stage=2, gas=2, zero={"overlap_comm": True, "contiguous_gradients": False}),
+    dict(stage=2, gas=2, top=ACC32, bucket=10_000),
+    dict(stage=2, gas=2, offload="optimizer", dtype="fp32"),
+    dict(stage=3, gas=2),
+    dict(stage=3, gas=2, zero={"reduce_scatter": False}, dtype="fp32"),
+    dict(stage=3, gas=2, top=COMM32 | ACC32, bucket=10_000),
+    dict(stage=3, gas=2, offload="both", persist=200, zero_init=True),
+    dict(
+        stage=3, prefetch=20_000, zero={"stage3_max_live_parameters": 30_000, "stage3_max_reuse_distance": 20_000, "sub_group_size": 9000}
+    ),
+    dict(stage=3, model="llama", checkpoint=True, zero={"stage3_max_reuse_distance": 0}),
+    dict(stage=2, model="gpt2"),
+    dict(stage=3, model="gpt2", freeze="attn"),
+    dict(stage=2, gas=2, world=4, rank=3, zero={"round_robin_gradients": True}),
+    dict(stage=3, gas=2, world=4, rank=1, zero={"zero_hpz_partition_size": 2}),
+]
+
+
+def _every_case() -> list[dict[str, Any]]:
+    """The wide grid; minutes, not seconds."""
     cases: list[dict[str, Any]] = [dict(stage=s, dtype=d, gas=g) for s in (0, 1, 2, 3) for d in ("bf16", "fp32") for g in (1, 4)]
     cases += [dict(stage=s, dtype=d, gas=2, offload="optimizer") for s in (1, 2, 3) for d in ("bf16", "fp32")]
     cases += [dict(stage=3, gas=g, offload="both") for g in (1, 2)]
-    cases += [dict(stage=s, gas=2, zero=z) for s in (1, 2, 3)
-              for z in ({"overlap_comm": s != 3}, {"contiguous_gradients": False}, {"reduce_scatter": False})]  # fmt: skip
-    cases += [dict(stage=2, zero={"overlap_comm": True, "contiguous_gradients": False}),
-              dict(stage=1, zero={"contiguous_gradients": False, "overlap_comm": True}, gas=2)]  # fmt: skip
+    switches = ({"overlap_comm": True}, {"overlap_comm": False}, {"contiguous_gradients": False}, {"reduce_scatter": False})
+    cases += [dict(stage=s, gas=2, zero=z) for s in (1, 2, 3) for z in switches]
+    cases += [dict(stage=1, zero={"contiguous_gradients": False, "overlap_comm": True}, gas=2)]
     cases += [dict(stage=s, gas=2, bucket=b) for s in (1, 2, 3) for b in (10_000, 20_000)]
-    cases += [dict(stage=s, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}}) for s in (1, 2, 3)]
-    cases += [dict(stage=2, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}}, offload="optimizer"),
-              dict(stage=1, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}}, offload="optimizer"),
-              dict(stage=1, gas=2, dtype="fp16", top={"data_types": {"grad_accum_dtype": "fp32"}}),
-              dict(stage=1, gas=2, top={"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"immediate_grad_update": True}})]  # fmt: skip
-    cases += [dict(stage=s, gas=2, top={"communication_data_type": "fp32"}) for s in (0, 1, 2, 3)]
+    cases += [dict(stage=s, gas=2, top=t) for s in (1, 2, 3) for t in (ACC32, COMM32)] + [dict(stage=0, gas=2, top=COMM32)]
+    cases += [dict(stage=s, gas=2, top=ACC32, offload="optimizer") for s in (1, 2)]
+    cases += [dict(stage=1, gas=2, top={**ACC32, "bf16": {"immediate_grad_update": True}})]
     cases += [dict(stage=s, dtype="fp16") for s in (0, 1, 2, 3)]
-    cases += [dict(stage=s, optimizer_params={"torch_adam": True, "foreach": True}) for s in (0, 1, 2, 3)]
-    cases += [dict(stage=3, persist=200), dict(stage=3, persist=200, offload="both", gas=2), dict(stage=3, zero={"sub_group_size": 9000}),
-              dict(stage=3, zero_init=True), dict(stage=3, zero_init=True, offload="both"), dict(stage=3, prefetch=0),
-              dict(stage=3, prefetch=20_000, zero={"stage3_max_live_parameters": 30_000, "stage3_max_reuse_distance": 20_000}),
-              dict(stage=3, zero={"stage3_max_reuse_distance": 0}),
-              dict(stage=3, world=4, zero={"zero_hpz_partition_size": 2})]  # fmt: skip
+    cases += [dict(stage=s, optimizer_params=TORCH_ADAM) for s in (0, 1, 2, 3)]
+    cases += [dict(stage=3, persist=200), dict(stage=3, persist=200, offload="both", gas=2), dict(stage=3, zero={"sub_group_size": 9000})]
+    cases += [dict(stage=3, zero_init=True, offload=o) for o in ("none", "both")]
+    cases += [dict(stage=3, prefetch=0), dict(stage=3, zero={"stage3_max_reuse_distance": 0})]
     cases += [dict(stage=s, freeze="weight") for s in (0, 1, 2, 3)]
-    cases += [dict(stage=2, zero={"round_robin_gradients": True})]
     cases += [dict(stage=s, model=m, gas=1) for m in ("llama", "gpt2") for s in (0, 1, 2, 3)]
     cases += [dict(stage=s, model="llama", checkpoint=True) for s in (2, 3)]
-    cases += [dict(stage=3, model="llama", checkpoint=True, freeze="q_proj", persist=100)]
     cases += [dict(stage=s, gas=2, world=4, rank=r) for s in (1, 2, 3) for r in (1, 3)]
     return sorted(cases, key=lambda c: (c.get("world", 2), c.get("rank", 0)))
 
 
-CASES = _cases()
+if os.environ.get("LAUNCHGUARD_CONFORMANCE") == "all":
+    CASES += _every_case()
 
 
 def name_of(case: dict[str, Any]) -> str:
     return " ".join(f"{k}={json.dumps(v) if isinstance(v, dict) else v}" for k, v in case.items())
 
 
-def test_residuals(engine_runs: list[dict[str, Any]]) -> None:
-    worst: list[str] = []
-    for case, result in zip(CASES, engine_runs):
-        if result["error"]:
-            worst.append(f"{name_of(case)}: {result['error']}")
-            continue
-        for quantity, phase, real, ours in compare(result):
-            bound = 512 if quantity != "peak" else max(512, real // 1000)
-            mark = "" if abs(ours - real) <= bound else "  <--"
-            print(f"{name_of(case)[:90]:90s} {quantity:5s} {phase:11s} {real:10d} {ours:10d} {ours - real:+8d}{mark}")
-            if mark:
-                worst.append(f"{name_of(case)} {quantity} {phase}: engine {real}, predicted {ours}")
-    assert not worst, "\n".join(worst)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[name_of(c) for c in CASES])
+def test_bytes(index: int, engine_runs: list[dict[str, Any]]) -> None:
+    """What stays within 512 bytes; peaks within 512 bytes or 0.1 %."""
+    result = engine_runs[index]
+    assert not result["error"], result["error"]
+    wrong = []
+    for quantity, phase, real, ours in compare(result):
+        print(f"{quantity:5s} {phase:11s} engine {real:10d} predicted {ours:10d} {ours - real:+8d}")
+        if abs(ours - real) > (512 if quantity != "peak" else max(512, real // 1000)):
+            wrong.append((quantity, phase, ours - real))
+    assert not wrong

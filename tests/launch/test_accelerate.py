@@ -118,3 +118,23 @@ def test_imports_stay_small() -> None:
 def test_package_import_is_torch_free() -> None:
     code = "import sys; import launchguard.launch, launchguard.configs; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text(FSDP2 + "parallelism_config: {}\n")
+    assert not parse("accelerate launch --config_file acc.yaml train.py", tmp_path).notes
+    (tmp_path / "acc.yaml").write_text(FSDP2.replace("  fsdp_version: 2", "  fsdp_version: 2\n  limit_all_gather: true"))
+    notes = parse("accelerate launch --config_file acc.yaml train.py", tmp_path).notes
+    assert [(note.code, note.origin) for note in notes] == [("LG225", "acc.yaml:fsdp_config.limit_all_gather")]
+
+
+def test_fewer_gpu_ids_than_processes(tmp_path: Path) -> None:
+    notes = parse("accelerate launch --multi_gpu --num_processes 4 --gpu_ids 0,1 train.py", tmp_path).notes
+    assert [note.code for note in notes] == ["LG215"]
+
+
+@pytest.mark.parametrize("line", ["accelerate launch --num_processes 1 t.py --num_processes=8", "torchrun t.py --nproc-per-node 8"])
+def test_flags_behind_the_script(line: str, tmp_path: Path) -> None:
+    spec = parse(line, tmp_path)
+    assert spec.world_size == 1
+    assert [note.code for note in spec.notes] == ["LG216"]

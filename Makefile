@@ -1,0 +1,57 @@
+# Every target works on a fresh machine: it makes .venv and installs what it needs (torch 2.13.0: any build, no GPU is used).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test unit conformance lint types contracts wheel bench accuracy format clean
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[hf,deepspeed,test,lint]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## a job that would die, with what would help; then one that fits
+	@cd examples/llama31-8b-deepspeed-auto && echo "$$ launchguard check -- $$(cat command.txt)" && \
+	  { ../../$(BIN)/launchguard check -- $$(cat command.txt); test $$? -eq 1; }
+	@echo
+	@cd examples/llama13b-zero3 && echo "$$ launchguard check -- $$(cat command.txt)" && \
+	  ../../$(BIN)/launchguard check -- $$(cat command.txt)
+
+test: $(STAMP)  ## all tests
+	$(PYTEST) tests
+
+unit: $(STAMP)  ## everything but the comparisons with real frameworks
+	$(PYTEST) tests --ignore tests/conformance
+
+conformance: $(STAMP)  ## the real DeepSpeed, FSDP and DDP, with the table of residuals
+	$(BIN)/python -m pytest tests/conformance -s
+
+lint: $(STAMP)  ## style, types, import contracts
+	$(BIN)/ruff check launchguard integrations tests examples
+	$(BIN)/ruff format --check launchguard integrations tests examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+wheel: $(STAMP)  ## build the wheel and try it without torch in an environment of its own
+	rm -rf dist build/wheel-venv
+	$(BIN)/python -m build --wheel --outdir dist . >/dev/null
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/pip install --quiet dist/*.whl
+	$(BIN)/python tests/check_wheel.py dist build/wheel-venv
+
+bench: $(STAMP)  ## speed, each time as a ratio to what it cannot avoid
+	$(BIN)/python tests/benchmarks/speed.py
+
+accuracy: $(STAMP)  ## error on the measured cases
+	$(BIN)/python tests/benchmarks/accuracy.py tests/measured/vgpu_dev.yaml tests/measured/cases_dev.yaml
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix launchguard integrations tests examples
+	$(BIN)/ruff format launchguard integrations tests examples
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,5 @@
+"""python -m launchguard"""
+
+from launchguard.cli import main
+
+main()
