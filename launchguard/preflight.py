@@ -11,7 +11,7 @@ from typing import Any
 from launchguard import advice, configs, launch, strategies
 from launchguard.errors import NotTold, Unpredictable
 from launchguard.events import StepTrace
-from launchguard.job import JobSpec, LaunchSpec
+from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile, detect, device
 from launchguard.verdict import Advice, DeviceBudget, Verdict, device_budget, judge, unknown_verdict
 
@@ -31,24 +31,30 @@ def preflight(argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Ma
     A job that cannot be simulated gives the verdict "unknown". Raises InputError for input that cannot be used."""
     started = time.perf_counter()
     progress("reading the launch command")
-    spec = launch.parse(argv, env, cwd, gpus_per_node=options.get("gpus_per_node")) if argv else no_launch(cwd, options)
+    gpus = options.get("gpus_per_node")
+    if argv:
+        spec = launch.parse(argv, env, cwd, gpus_per_node=gpus)
+    else:
+        spec = launch.without_command(env, cwd, accelerate_config=options.get("accelerate"), gpus_per_node=gpus)
     progress("reading the configuration")
     job = configs.resolve(spec, options)
-    parsed = time.perf_counter()
-    simulator = Simulator(job, progress, use_cache=not options.get("no_cache"))
+    timing = {"parse": time.perf_counter() - started}
+    return predict(job, progress, timing, use_cache=not options.get("no_cache"))
+
+
+def predict(
+    job: JobSpec, progress: Progress = lambda text: None, timing: Mapping[str, float] | None = None, use_cache: bool = True
+) -> Outcome:
+    """The verdict on a job, with advice when it does not fit."""
+    simulator = Simulator(job, progress, use_cache)
     try:
-        verdict = simulator.simulate(job, {"parse": parsed - started})
+        verdict = simulator.simulate(job, timing)
     except Unpredictable as e:
-        return Outcome(unknown_verdict(job, simulator.budget, " - ".join(x for x in (e.message, e.where) if x)))
-    if verdict.verdict != "exceeds" or not options.get("advice", True):
+        return Outcome(unknown_verdict(job, simulator.budget, " - ".join(x for x in (e.message, e.where, e.help) if x)))
+    if verdict.verdict != "exceeds":
         return Outcome(verdict)
     progress("looking for changes that fit")
     return Outcome(verdict, tuple(advice.advise(verdict, simulator.simulate)))
-
-
-def no_launch(cwd: str, options: Mapping[str, Any]) -> LaunchSpec:
-    """The launch that config files alone stand for: so many processes on one node."""
-    return LaunchSpec(launcher="python", argv=(), cwd=cwd, script=None, nproc_per_node=int(options.get("gpus_per_node") or 1))
 
 
 class Simulator:

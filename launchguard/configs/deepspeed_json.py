@@ -289,7 +289,8 @@ def triple(sources: Sources, document: Document) -> None:
                          where=", ".join(str(document.origin(key)) for key in _BATCH if document.has(key)),
                          help=f"set train_batch_size to {max(1, micro) * steps * world}, or drop it")  # fmt: skip
     for field, key, value in (("micro_batch_size", _BATCH[1], micro), ("gradient_accumulation_steps", _BATCH[2], steps)):
-        source = document.origin(key) if document.has(key) else document.origin(_BATCH[0])
+        given = next((name for name in (key, _BATCH[0]) if document.has(name)), None)
+        source = document.origin(given) if given else Origin(default_of("deepspeed"), key)
         if document.has(key) or document.has(_BATCH[0]) or field not in sources.settings:
             sources.settings.put(field, value, source)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launchguard.configs import _files
-from launchguard.errors import InputError
+from launchguard.errors import InputError, NotTold
 from launchguard.job import Origin
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "decoder")
@@ -76,9 +76,9 @@ def _cache(env: Mapping[str, str]) -> str:
 def _from_hub(name: str, origin: Origin, env: Mapping[str, str], revision: str | None) -> dict[str, Any]:
     """config.json of a hub id over the network, given up after a few seconds."""
     if any(env.get(variable, "").lower() in ("1", "true", "yes", "on") for variable in _OFFLINE):
-        raise InputError(f"the model {name} is not in the local cache, and the hub is switched off", where=str(origin), help=_REMEDY)
+        raise NotTold(f"the model {name} is not in the local cache, and the hub is switched off", where=str(origin), help=_REMEDY)
     if not _resolves(env):
-        raise InputError(f"the model {name} is not in the local cache, and the hub cannot be reached (no such host)", where=str(origin),
+        raise NotTold(f"the model {name} is not in the local cache, and the hub cannot be reached (no such host)", where=str(origin),
                          help=_REMEDY)  # fmt: skip
     result: list[str | Exception] = []
     # A thread, because huggingface_hub retries for longer than anyone waits for a check.
@@ -89,7 +89,7 @@ def _from_hub(name: str, origin: Origin, env: Mapping[str, str], revision: str |
         return _read(result[0], f"{name}/config.json")
     reason = type(result[0]).__name__ if result else f"no answer in {_HUB_SECONDS:.0f} s"
     message = f"the model {name} is not in the local cache, and the hub cannot be reached ({reason})"
-    raise InputError(message, where=str(origin), help=_REMEDY)
+    raise NotTold(message, where=str(origin), help=_REMEDY)
 
 
 def _resolves(env: Mapping[str, str]) -> bool:

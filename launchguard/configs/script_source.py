@@ -32,7 +32,8 @@ _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 @dataclass(frozen=True)
 class Call:
     """One call in the script. owner: what stands before the dot; keywords: those that are literals; references: keyword, or position
-    as text, -> attribute it takes its value from ("batch_size" of args.batch_size); scope: function it stands in, "" for the module."""
+    as text, -> attribute it takes its value from ("batch_size" of args.batch_size); scope: function it stands in, "" for the module;
+    guard: the name that an `if args.name:` round it asks, "" without one."""
 
     name: str
     owner: str
@@ -41,6 +42,11 @@ class Call:
     keywords: Mapping[str, Setting]
     references: Mapping[str, str] = field(default_factory=dict)
     scope: str = ""
+    guard: str = ""
+
+    def runs(self, given: Mapping[str, Setting]) -> bool:
+        """False when the condition round the call is known not to hold."""
+        return not self.guard or self.guard not in given or bool(given[self.guard].value)
 
     def bound(self, given: Mapping[str, Setting]) -> Call:
         """The call with its references replaced by the script's arguments of that name."""
@@ -63,7 +69,7 @@ class ScriptSource:
 
     def bound(self, given: Mapping[str, Setting]) -> ScriptSource:
         """The source with every `args.name` in its calls replaced by what the script was given."""
-        return replace(self, calls=tuple(call.bound(given) for call in self.calls))
+        return replace(self, calls=tuple(call.bound(given) for call in self.calls if call.runs(given)))
 
     def not_modelled(self) -> Setting | None:
         """A framework or trainer whose loop is not modelled."""
@@ -185,6 +191,26 @@ class _Reader(ast.NodeVisitor):
         self.modules: dict[str, Origin] = {}
         self._constants: dict[str, Any] = {}
         self._scope = ""
+        self._guard = ""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Fields of a dataclass are script arguments (HfArgumentParser), with the defaults that they have there."""
+        if any(_callee(d.func if isinstance(d, ast.Call) else d)[0] == "dataclass" for d in node.decorator_list):
+            for field_ in (n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is not None):
+                known, value = _value(field_.value, self._constants)
+                if known and value is not None:
+                    self.defaults.setdefault(field_.target.id, Setting(value, self._origin(field_)))  # type: ignore[union-attr]
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        outer = self._guard
+        self._guard = node.test.attr if isinstance(node.test, ast.Attribute) else node.test.id if isinstance(node.test, ast.Name) else outer
+        for child in node.body:
+            self.visit(child)
+        self._guard = outer
+        self.visit(node.test)
+        for child in node.orelse:
+            self.visit(child)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outer, self._scope = self._scope, node.name
@@ -224,7 +250,9 @@ class _Reader(ast.NodeVisitor):
             self._argparse(node)
         elif name in _READ:
             positional, keywords = tuple(self._positional(node)), dict(self._keywords(node))
-            self.calls.append(Call(name, owner, self._origin(node), positional, keywords, dict(_references(node)), self._scope))
+            self.calls.append(
+                Call(name, owner, self._origin(node), positional, keywords, dict(_references(node)), self._scope, self._guard)
+            )
         self.generic_visit(node)
 
     def _origin(self, node: ast.AST) -> Origin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launchguard.errors import InputError
+from launchguard.errors import NotTold
 from launchguard.job import Origin
 
 
@@ -50,6 +50,6 @@ def local_gpus(env: Mapping[str, str], gpus_per_node: int | None, *, flag: str) 
     gpus, origin = count_gpus(env, gpus_per_node)
     if gpus < 1:
         fact = "CUDA_VISIBLE_DEVICES hides every GPU" if origin.source == "environment" else "no GPU can be seen on this machine"
-        raise InputError(f"the number of processes is not stated, and {fact}", where="launch command",
+        raise NotTold(f"the number of processes is not stated, and {fact}", where="launch command",
                          help=f"state it: {flag}, or launchguard's --gpus-per-node N for the machine it will run on")  # fmt: skip
     return gpus, origin

@@ -208,7 +208,9 @@ def _phases(rank: RankPrediction, world_size: int) -> Table:
     for phase in rank.phases:
         mark = " (peak)" if phase.name == rank.peak.name else ""
         style = "bold" if mark else ""
-        table.add_row(Text(phase_name(phase.name) + mark), *_sizes(phase.allocated_bytes, phase.reserved_bytes, phase.device_bytes), style=style)
+        table.add_row(
+            Text(phase_name(phase.name) + mark), *_sizes(phase.allocated_bytes, phase.reserved_bytes, phase.device_bytes), style=style
+        )
     return table
 
 

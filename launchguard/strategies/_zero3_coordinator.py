@@ -16,12 +16,12 @@ NOT_AVAILABLE, INFLIGHT, AVAILABLE = range(3)  # partition_parameters.py:ZeroPar
 
 
 class Flight:
-    """One all-gather under way. flat: handle of the buffer that its parameters share, kept until all of them have been waited for."""
+    """One all-gather under way. flats: handles of the buffers that its parameters share, kept until all of them have been waited for."""
 
-    __slots__ = ("params", "flat", "waiting", "done")
+    __slots__ = ("params", "flats", "waiting", "done")
 
-    def __init__(self, params: Sequence[int], flat: int) -> None:
-        self.params, self.flat, self.waiting, self.done = params, flat, len(params), False
+    def __init__(self, params: Sequence[int], flats: Sequence[int]) -> None:
+        self.params, self.flats, self.waiting, self.done = params, flats, len(params), False
 
 
 class Memory(Protocol):

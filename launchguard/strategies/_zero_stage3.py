@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from launchguard.events import Category, StepTrace
 from launchguard.job import JobSpec, OptimizerSpec
@@ -16,6 +17,15 @@ from launchguard.units import ceil_div, dtype_bytes
 # zero/leaf_module_config.py:DEFAULT_LEAF_MODULE_CLASSES: fetched whole, no hooks inside
 LEAF_CLASSES = frozenset({"MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"})
 _NORM_CHUNK = 250_000_000  # stage3.py:_constant_buffered_norm2, elements
+
+
+@dataclass
+class Bucket:
+    """IPGBucketZ3 of one communication dtype. grads: (parameter, handle of its own gradient; 0: it lies in the bucket's buffer)."""
+
+    dtype: str
+    grads: list[tuple[int, int]] = field(default_factory=list)
+    filled: int = 0
 
 
 class ShardedEngine(ZeroEngine):
@@ -74,6 +84,8 @@ class ShardedEngine(ZeroEngine):
         self.gathered: dict[int, int] = {}
         self.saved: dict[int, list[int]] = {}
         self.recomputing = False
+        communicated = self.communication_dtypes()  # partition_parameters.py:get_allgather_dtype: only torch_autocast changes it
+        self.gather_dtype = communicated if zero.torch_autocast else dict.fromkeys(communicated, self.dtype)
         self.gather_stream = ALLGATHER_STREAM if zero.overlap_comm else 0
         self.side = REDUCE_STREAM if zero.overlap_comm else 0
         self._make_modules()
@@ -210,48 +222,59 @@ class ShardedEngine(ZeroEngine):
     def _make_gradients(self) -> None:
         """_setup_for_real_optimizer: the ipg bucket is allocated at init, for good; so are the gradient partitions."""
         zero, total = self.zero, sum(self.sizes)
-        if zero.contiguous_gradients:
-            self.stream.alloc(zero.reduce_bucket_size * self.comm, Category.COMMUNICATION, "ipg bucket")
+        self.comm_of = self.communication_dtypes()
+        self.buckets = {name: Bucket(name) for name in sorted({self.comm_of[i] for i in self.params})}
+        for name in self.buckets if zero.contiguous_gradients else ():
+            self.stream.alloc(zero.reduce_bucket_size * dtype_bytes(name), Category.COMMUNICATION, "ipg bucket")
         if self.offload:
             self.keep_host("averaged gradients", self.pinned(total * self.acc))
         else:
             self.stream.alloc(total * self.acc, Category.GRADIENTS, "averaged gradients")
-        self.bucket: list[tuple[int, int]] = []  # (parameter, handle of its own gradient; 0: it lies in the ipg bucket)
-        self.filled = 0
         self.micro_step = 0
 
     # gathers: the Memory that the coordinator drives ---------------------------------------------------------------
     def gather(self, params: Sequence[int]) -> Flight:
         """all_gather_coalesced. One parameter: the gathered buffer is the parameter. Several: one flat buffer, copied on arrival.
-        A partition that lies on the host is copied to the device first."""
-        stream = self.stream
+        Under torch_autocast the buffers are in the communication dtype and the parameter is a cast of them."""
+        stream, multiple = self.stream, len(params) > 1
         if self.world == 1:
             for i in params:
                 nbytes = self.numel[i] * self.b if self.offload_param else 0
                 self.gathered[i] = stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
-            return Flight(params, 0)
-        padded = sum(self._padded(i) for i in params) * self.b
-        if len(params) == 1:
-            flat = 0
-            self.gathered[params[0]] = stream.alloc(padded, Category.PARAMETERS, "gathered parameters", self.gather_stream)
-        else:
-            flat = stream.alloc(padded, Category.COMMUNICATION, "all-gather", self.gather_stream)
-        if self.offload_param:
-            sources = [stream.alloc(self.q[i] * self.b, Category.COMMUNICATION, "all-gather", self.gather_stream) for i in params]
-            stream.free(*sources)
-        return Flight(params, flat)
+            return Flight(params, ())
+        flats = []
+        for dtype in sorted({self.gather_dtype[i] for i in params}):
+            batch = [i for i in params if self.gather_dtype[i] == dtype]
+            nbytes = sum(self._padded(i) for i in batch) * dtype_bytes(dtype)
+            if multiple or dtype != self.dtype:
+                flats.append(stream.alloc(nbytes, Category.COMMUNICATION, "all-gather", self.gather_stream))
+            else:
+                self.gathered[params[0]] = stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+            self._send(batch, dtype)
+        return Flight(params, flats)
+
+    def _send(self, batch: Sequence[int], dtype: str) -> None:
+        """What goes into a gather: partitions that lie on the host, or in another dtype, are copied first."""
+        if self.offload_param or dtype != self.dtype:
+            stream, n = self.stream, dtype_bytes(dtype)
+            copies = [stream.alloc(self.q[i] * n, Category.COMMUNICATION, "all-gather", self.gather_stream) for i in batch]
+            stream.free(*copies)
 
     def _padded(self, i: int) -> int:
         return self.q[i] * self.world
 
     def arrive(self, flight: Flight) -> None:
-        if flight.flat:
-            for i in flight.params:
-                nbytes = self.numel[i] * self.b
-                self.gathered[i] = self.stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+        stream = self.stream
+        for i in flight.params if flight.flats else ():
+            joined = 0
+            if self.gather_dtype[i] != self.dtype and len(flight.params) > 1:
+                nbytes = self.numel[i] * dtype_bytes(self.gather_dtype[i])
+                joined = stream.alloc(nbytes, Category.COMMUNICATION, "all-gather", self.gather_stream)
+            self.gathered[i] = stream.alloc(self.numel[i] * self.b, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+            stream.free(joined)
 
     def land(self, flight: Flight) -> None:
-        self.stream.free(flight.flat)
+        self.stream.free(*flight.flats)
 
     def release(self, param: int) -> None:
         """free_param. What a non-reentrant checkpoint recomputes, it saves as detached tensors (torch/utils/checkpoint.py:pack_hook): they
@@ -314,12 +337,12 @@ class ShardedEngine(ZeroEngine):
             self._to_bucket(param, handle)
 
     def _to_bucket(self, param: int, handle: int) -> None:
-        n, size = self.numel[param], self.zero.reduce_bucket_size
-        if self.bucket and self.filled + n > size:
-            self._reduce()
-        copied = self.zero.contiguous_gradients and self.filled + n <= size
-        self.bucket.append((param, 0 if copied else handle))
-        self.filled += n
+        n, size, bucket = self.numel[param], self.zero.reduce_bucket_size, self.buckets[self.comm_of[param]]
+        if bucket.grads and bucket.filled + n > size:
+            self._reduce(bucket)
+        copied = self.zero.contiguous_gradients and bucket.filled + n <= size
+        bucket.grads.append((param, 0 if copied else handle))
+        bucket.filled += n
         if copied:
             self.stream.free(handle)
 
@@ -331,60 +354,61 @@ class ShardedEngine(ZeroEngine):
         for bias in self.held_bias.values():
             self._to_bucket(*bias)
         self.held_bias, self.seen = {}, set()
-        self._reduce()
+        for bucket in self.buckets.values():
+            self._reduce(bucket)
         self.coordinator.release_leftovers()
         self.micro_step += 1
 
     # reduction -----------------------------------------------------------------------------------------------------
-    def _reduce(self) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         """__reduce_and_partition_ipg_grads."""
-        if not self.bucket:
+        if not bucket.grads:
             return
         zero = self.zero
-        if zero.contiguous_gradients and self.filled <= zero.reduce_bucket_size and not zero.reduce_scatter:
-            held = self._allreduce_bucket()
+        if zero.contiguous_gradients and bucket.filled <= zero.reduce_bucket_size and not zero.reduce_scatter:
+            held = self._allreduce_bucket(bucket)
         else:
-            held = self._reduce_scatter()
-        for param, handle in self.bucket:
+            held = self._reduce_scatter(bucket)
+        for param, handle in bucket.grads:
             if self.offload:
                 self._to_host(param)
             self.stream.free(handle)
         self.stream.free(*held)
-        self.bucket, self.filled = [], 0
+        bucket.grads, bucket.filled = [], 0
 
-    def _reduce_scatter(self) -> list[int]:
+    def _reduce_scatter(self, bucket: Bucket) -> list[int]:
         """__avg_scatter_grads with comm/coalesced_collectives.py:reduce_scatter_coalesced: chunks of all gradients, padded, in one copy;
         a single gradient that divides evenly is reduced in place."""
-        stream = self.stream
-        params = sorted(p for p, _ in self.bucket)
+        stream, comm = self.stream, dtype_bytes(bucket.dtype)
+        params = sorted(p for p, _ in bucket.grads)
         casts = []
-        if self.comm_dtype != self.dtype:
-            casts = [stream.alloc(self.numel[p] * self.comm, Category.COMMUNICATION, "reduce copy", self.side)
-                     for p, own in self.bucket if own]  # fmt: skip
+        if bucket.dtype != self.dtype:
+            casts = [stream.alloc(self.numel[p] * comm, Category.COMMUNICATION, "reduce copy", self.side)
+                     for p, own in bucket.grads if own]  # fmt: skip
         flat = 0
         if len(params) > 1 or self.numel[params[0]] % self.world:
-            pads = [stream.alloc((self._padded(p) - self.numel[p]) * self.comm, Category.COMMUNICATION, "reduce copy", self.side)
+            pads = [stream.alloc((self._padded(p) - self.numel[p]) * comm, Category.COMMUNICATION, "reduce copy", self.side)
                     for p in params]  # fmt: skip
-            nbytes = sum(self._padded(p) for p in params) * self.comm
+            nbytes = sum(self._padded(p) for p in params) * comm
             flat = stream.alloc(nbytes, Category.COMMUNICATION, "reduce copy", self.side)
             stream.free(*pads)
-        if self.comm_dtype == self.acc_dtype:
+        if bucket.dtype == self.acc_dtype:
             stream.free(*casts)
             return [flat]
         parts = [stream.alloc(self.q[p] * self.acc, Category.GRADIENTS, "averaged gradients", self.side) for p in params]
         stream.free(flat, *casts)
         return parts
 
-    def _allreduce_bucket(self) -> list[int]:
+    def _allreduce_bucket(self, bucket: Bucket) -> list[int]:
         """__avg_scatter_contiguous_grads: in place, but the product with gradient_predivide_factor is a new tensor."""
-        stream = self.stream
-        copy = stream.alloc(self.filled * self.comm if self.world > 1 else 0, Category.COMMUNICATION, "reduce copy", self.side)
-        if self.comm_dtype != self.acc_dtype:
-            cast = stream.alloc(self.filled * self.acc, Category.COMMUNICATION, "reduce copy", self.side)
+        stream, comm = self.stream, dtype_bytes(bucket.dtype)
+        copy = stream.alloc(bucket.filled * comm if self.world > 1 else 0, Category.COMMUNICATION, "reduce copy", self.side)
+        if bucket.dtype != self.acc_dtype:
+            cast = stream.alloc(bucket.filled * self.acc, Category.COMMUNICATION, "reduce copy", self.side)
             stream.free(copy)
             copy = cast
         padded = [stream.alloc(self.q[p] * self.acc, Category.GRADIENTS, "averaged gradients", self.side)
-                  for p, _ in self.bucket if self._owned(p) != self.q[p]]  # fmt: skip
+                  for p, _ in bucket.grads if self._owned(p) != self.q[p]]  # fmt: skip
         return [copy, *padded]
 
     def _owned(self, param: int) -> int:

@@ -245,3 +245,19 @@ def test_batch_search_is_refused_with_stage_3(work) -> None:
     work.write("ds.json", AUTO)
     with pytest.raises(InputError, match="auto_find_batch_size"):
         work.resolve(TRAINER + " --auto_find_batch_size")
+
+
+def test_a_config_made_in_the_script(work, codes) -> None:
+    line = "deepspeed --num_gpus 8 main.py --model_name_or_path m --per_device_train_batch_size 4 --max_seq_len 64 --deepspeed"
+    job = work.resolve(line + " --zero_stage 3 --dtype bf16 --offload --gradient_accumulation_steps 2")
+    assert job.loop == "deepspeed" and job.zero is not None and "LG213" in codes(job)
+    assert (job.zero.stage, job.zero.dtype, job.zero.offload_optimizer) == (3, "bfloat16", "cpu")
+    assert (job.micro_batch_size, job.gradient_accumulation_steps) == (4, 2)
+
+
+def test_a_config_written_in_the_script(work) -> None:
+    work.write("train.py", 'CONFIG = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}}\n'
+               "engine, *_ = deepspeed.initialize(model=model, config=CONFIG)\n")  # fmt: skip
+    job = work.resolve("torchrun --nproc_per_node 2 train.py --model m --seq_len 8")
+    assert job.loop == "deepspeed" and job.zero is not None and job.zero.stage == 1
+    assert str(job.origin("zero.stage")) == "train.py:2:zero_optimization.stage"

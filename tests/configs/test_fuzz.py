@@ -28,8 +28,8 @@ ZERO_FIELDS = [field.name for field in dataclasses.fields(ZeroSpec)]
 FSDP_FIELDS = [field.name for field in dataclasses.fields(FsdpSpec)]
 zero_keys = st.sampled_from(["offload_optimizer", "offload_param", "cpu_offload", *ZERO_FIELDS])
 ds_keys = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 optimizer communication_data_type "
-    "data_types torch_autocast tensor_parallel sequence_parallel_size compile pipeline"
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 optimizer "
+    "communication_data_type data_types torch_autocast tensor_parallel sequence_parallel_size compile pipeline"
 ).split()
 ds_trees = st.fixed_dictionaries({}, optional={"zero_optimization": st.one_of(st.dictionaries(zero_keys, values), values)}).flatmap(
     lambda base: st.dictionaries(st.sampled_from(ds_keys), values).map(lambda more: {**more, **base})

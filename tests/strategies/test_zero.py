@@ -11,7 +11,7 @@ import pytest
 
 from launchguard.errors import InputError
 from launchguard.events import Category, MemoryEvent, ModuleInfo, Op, ParamInfo, StepTrace, TraceEvent, TraceOp
-from launchguard.job import JobSpec, LaunchSpec, ModelSpec, OptimizerSpec, ZeroSpec
+from launchguard.job import JobSpec, LaunchSpec, ModelSpec, OptimizerSpec, Precision, ZeroSpec
 from launchguard.profiles import device
 from launchguard.strategies import zero
 from launchguard.strategies._zero3_coordinator import Coordinator, Flight
@@ -180,6 +180,17 @@ def test_trainer_splits_weight_decay_groups() -> None:
     assert live_at_end(events_of(job(stage=2, loop="trainer"), trace))["flat bf16 parameters"] == 2 * 1008
 
 
+@pytest.mark.parametrize(("stage", "buckets"), [(2, {20_000: 2}), (3, {10_000: 1, 20_000: 1})])
+def test_torch_autocast_has_a_bucket_per_dtype(stage: int, buckets: dict[int, int]) -> None:
+    """Linear layers communicate in the autocast dtype, the rest in float32. ZeRO-2's buffers are float32 both, ZeRO-3's of either dtype."""
+    trace = stack([400, 600])
+    trace = replace(trace, modules=(*trace.modules[:2], replace(trace.modules[2], cls="LayerNorm")))
+    autocast = replace(job(stage=stage, dtype="float32", torch_autocast=True), precision=Precision(autocast="bfloat16"))
+    events = events_of(autocast, trace)
+    first = events[: next(i for i, e in enumerate(events) if e.label == "step_1")]
+    assert Counter(e.nbytes for e in first if e.op is Op.ALLOC and e.label == "ipg bucket") == buckets
+
+
 def test_nothing_trainable_is_said() -> None:
     with pytest.raises(InputError, match="no parameter"):
         events_of(job(stage=2), stack([10], frozen=frozenset({0})))
@@ -195,7 +206,7 @@ class _Counting:
     def gather(self, params: Any) -> Flight:
         self.now += sum(self.numel[p] for p in params)
         self.peak = max(self.peak, self.now)
-        return Flight(list(params), 0)
+        return Flight(list(params), ())
 
     def arrive(self, flight: Flight) -> None: ...
 

@@ -1,0 +1,181 @@
+"""Frozen quantised weights (bitsandbytes NF4, FP4 and int8; GPTQ int4): what they store, and the full weights that a product makes for itself.
+
+Modules of the libraries' own class names replace nn.Linear, and a stand-in for the package is shown to PEFT, so that PEFT's real adapter
+layers for quantised weights run. Read in bitsandbytes 0.49 autograd/_functions.py (MatMul4Bit, MatMul8bitLt), functional.py
+(quantize_4bit, quantize_blockwise), nn/modules.py; transformers 5.24 integrations/bitsandbytes.py (what is left unconverted).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+
+from launchguard.errors import Unpredictable
+from launchguard.units import ceil_div
+
+NOT_CONVERTED = ("lm_head", "embed_out", "score", "classifier")
+BLOCK, NESTED_BLOCK = 64, 256  # elements per scale, scales per second-level scale
+GPTQ_GROUP = 128
+
+
+class Params4bit(torch.nn.Parameter):
+    """Two weights in a byte; PEFT and transformers know the class by its name."""
+
+    compress_statistics: bool
+    quant_type: str
+
+
+class Int8Params(torch.nn.Parameter):
+    """One byte a weight."""
+
+
+class _DequantisedProduct(torch.autograd.Function):
+    """y = x W^T with W made from its packed form for the duration of the product, and again for the gradient of x. Neither x nor W is
+    kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.layer = layer
+        return torch.nn.functional.linear(x, layer.dequantised(x), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return torch.matmul(grad, ctx.layer.dequantised(grad)) if ctx.needs_input_grad[0] else None, None, None
+
+
+class _Quantised(torch.nn.Linear):
+    """A Linear without its weight: subclasses store it packed and say in which dtype it comes back."""
+
+    stored_dtype: torch.dtype
+    compute_dtype: torch.dtype | None
+
+    def __init__(self, linear: torch.nn.Linear, stored_dtype: torch.dtype, compute_dtype: torch.dtype | None) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.bias = linear.bias
+        self.stored_dtype, self.compute_dtype = stored_dtype, compute_dtype
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+    def dequantised(self, like: torch.Tensor) -> torch.Tensor:
+        """The whole weight, made in the dtype that it was quantised from, and cast to that of the product."""
+        weight = torch.empty((self.out_features, self.in_features), dtype=self.stored_dtype, device=like.device)
+        return weight.to(like.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.dtype
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _DequantisedProduct.apply(x, self, bias).to(given)
+
+
+class Linear4bit(_Quantised):
+    """bitsandbytes NF4 or FP4. Under FSDP the packed bytes are viewed in the storage dtype; scales are never sharded."""
+
+    def __init__(self, linear: torch.nn.Linear, kind: str, nested: bool, storage: torch.dtype, compute: torch.dtype) -> None:
+        super().__init__(linear, linear.weight.dtype, compute)
+        n = linear.weight.numel()
+        packed = torch.empty((ceil_div(n, 2 * storage.itemsize), 1), dtype=storage, device="meta")
+        self.weight = Params4bit(packed, requires_grad=False)
+        self.weight.compress_statistics, self.weight.quant_type = nested, kind
+        blocks = ceil_div(n, BLOCK)
+        self.buffer("absmax", (blocks,), torch.uint8 if nested else torch.float32)
+        self.buffer("quant_map", (16,), torch.float32)
+        if nested:
+            self.buffer("nested_absmax", (ceil_div(blocks, NESTED_BLOCK),), torch.float32)
+            self.buffer("nested_offset", (), torch.float32)
+
+
+class Linear8bitLt(_Quantised):
+    """bitsandbytes int8: a byte a weight, one scale a row; the product quantises its input as well and casts an int32 result back."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear, torch.float16, None)
+        self.weight = Int8Params(torch.empty(linear.weight.shape, dtype=torch.int8, device="meta"), requires_grad=False)
+        self.state = types.SimpleNamespace(has_fp16_weights=False, threshold=6.0, use_pool=False)
+        self.index = None
+        self.buffer("SCB", (self.out_features,), torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Int8Product.apply(x, self, self.bias)
+
+
+class _Int8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Linear8bitLt, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        half = x.to(torch.float16)
+        rows = half.reshape(-1, half.shape[-1])
+        quantised = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
+        scales = torch.empty((rows.shape[0],), dtype=torch.float32, device=x.device)
+        product = torch.empty((rows.shape[0], layer.out_features), dtype=torch.int32, device=x.device)
+        out = torch.empty((*x.shape[:-1], layer.out_features), dtype=torch.float16, device=x.device)
+        del quantised, scales, product
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return torch.matmul(grad, ctx.layer.dequantised(grad)).to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None
+
+
+class GPTQLinear(_Quantised):
+    """GPTQ int4, groups of 128: packed int32 weights and zeros, half-precision scales, an index of groups."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear, torch.float16, None)
+        i, o = self.in_features, self.out_features
+        self.weight = Params4bit(torch.empty((ceil_div(i, 8), o), dtype=torch.int32, device="meta"), requires_grad=False)
+        groups = ceil_div(i, GPTQ_GROUP)
+        self.buffer("qzeros", (groups, ceil_div(o, 8)), torch.int32)
+        self.buffer("scales", (groups, o), torch.float16)
+        self.buffer("g_idx", (i,), torch.int32)
+
+
+def quantize(model: torch.nn.Module, quantization: dict[str, Any], load: str) -> None:
+    """Replace every Linear but the heads, in place. quantization: a QuantizationSpec as a dictionary. Raises Unpredictable for a method
+    that is not known."""
+    method = quantization["method"]
+    if method not in ("nf4", "fp4", "int8", "gptq4"):
+        raise Unpredictable(f"quantisation {method!r} is not modelled", help="known: nf4, fp4, int8, gptq4")
+    _show_stand_in()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and name not in NOT_CONVERTED:
+                setattr(parent, name, _quantised(child, quantization))
+    holder: Any = model
+    if method == "gptq4":
+        holder.quantization_method = "gptq"
+    elif method == "int8":
+        holder.is_loaded_in_8bit = True
+    else:
+        holder.is_loaded_in_4bit = True
+
+
+def _quantised(linear: torch.nn.Linear, quantization: dict[str, Any]) -> torch.nn.Module:
+    method = quantization["method"]
+    if method == "int8":
+        return Linear8bitLt(linear)
+    if method == "gptq4":
+        return GPTQLinear(linear)
+    storage = getattr(torch, quantization.get("quant_storage") or "uint8")
+    return Linear4bit(linear, method, bool(quantization["double_quant"]), storage, getattr(torch, quantization["compute_dtype"]))
+
+
+def _show_stand_in() -> None:
+    """PEFT asks bitsandbytes for its classes and injects the matching adapter layer. This process shows it the ones above."""
+    from peft import import_utils
+
+    package, nn, functional = (types.ModuleType(n) for n in ("bitsandbytes", "bitsandbytes.nn", "bitsandbytes.functional"))
+    for module in (package, nn, functional):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+    for cls in (Linear4bit, Linear8bitLt, Params4bit, Int8Params):
+        setattr(nn, cls.__name__, cls)
+    package.nn, package.functional = nn, functional  # type: ignore[attr-defined]
+    for check in (import_utils.is_bnb_available, import_utils.is_bnb_4bit_available):
+        getattr(check, "cache_clear", lambda: None)()
