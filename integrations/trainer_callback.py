@@ -32,7 +32,7 @@ class WouldExceed(RuntimeError):
     """The run was predicted not to fit; the text is the report's answer."""
 
 
-class LaunchguardCallback(TrainerCallback):  # type: ignore[misc]
+class LaunchguardCallback(TrainerCallback):
     """on_exceed: "abort" raises WouldExceed before the first step, "warn" prints and goes on; seq_len: longest sequence in tokens;
     device: as --device; headroom: as --headroom. The last outcome is kept in `outcome`."""
 

@@ -24,7 +24,7 @@ class Category(str, Enum):
 class TraceOp(IntEnum):
     ALLOC = 0  # a: storage, b: bytes
     FREE = 1  # a: storage
-    ENTER = 2  # a: module; forward of a module begins (also when it is recomputed inside backward)
+    ENTER = 2  # a: module, b: storage of its first tensor input (0: none on the device); also when it is recomputed inside backward
     EXIT = 3  # a: module; its forward ended
     BACKWARD_ENTER = 4  # a: module; the first gradient of its outputs is ready
     BACKWARD_EXIT = 5  # a: module; the gradients of its inputs are ready (never fires if no input needs one)

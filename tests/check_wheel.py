@@ -14,7 +14,11 @@ DATA = (".py", ".yaml", ".json", ".typed", ".sbatch", ".sh")
 def expected_files() -> set[str]:
     """Package files as the wheel names them: integrations/ is found through its link."""
     own = {p for p in (ROOT / "launchguard").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
-    linked = {ROOT / "launchguard" / "integrations" / p.relative_to(ROOT / "integrations") for p in (ROOT / "integrations").rglob("*") if p.is_file()}
+    linked = {
+        ROOT / "launchguard" / "integrations" / p.relative_to(ROOT / "integrations")
+        for p in (ROOT / "integrations").rglob("*")
+        if p.is_file()
+    }
     files = {str(p.relative_to(ROOT)) for p in own | linked if p.suffix in DATA}
     return {f for f in files if "__pycache__" not in f}
 
@@ -30,7 +34,11 @@ def main(dist: str, venv: str) -> int:
         (["--version"], 0, "launchguard"),
         (["devices"], 0, "h100-80-sxm"),
         (["doctor"], 0, "not installed"),
-        (["check", "--device", "24GiB", "--model", str(ROOT / "examples/models/tiny-llama"), "--", "python", "train.py"], 0, "torch is not installed"),
+        (
+            ["check", "--device", "24GiB", "--model", str(ROOT / "examples/models/tiny-llama"), "--", "python", "train.py"],
+            0,
+            "torch is not installed",
+        ),
     ):
         done = subprocess.run([program, *arguments], capture_output=True, text=True, cwd=venv)
         if done.returncode != code or text not in done.stdout + done.stderr or "Traceback" in done.stderr:

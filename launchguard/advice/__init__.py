@@ -29,7 +29,7 @@ def advise(verdict: Verdict, simulate: Simulate) -> list[Advice]:
     found: list[tuple[Advice, dict[str, Any]]] = []
     for name in _names():
         best = _best(name, job, simulate)
-        if best is not None and best[0].device_bytes < before:
+        if best is not None and (best[0].fits or best[0].device_bytes < before):
             found.append(best)
     advice = [a for a, _ in found]
     if len(found) > 1 and not any(a.fits for a in advice):
@@ -45,23 +45,20 @@ def _names() -> list[str]:
 
 
 def _best(name: str, job: JobSpec, simulate: Simulate) -> tuple[Advice, dict[str, Any]] | None:
-    """The mildest step of one adjustment that fits; the strongest when none does."""
+    """The mildest step of one adjustment that fits; the one that needs least when none does."""
     module = registry.load("advice", name)
-    if not module.applies(job):
-        return None
-    best = None
-    for title, changes in module.apply(job):
+    best: tuple[Advice, dict[str, Any]] | None = None
+    for title, changes in module.apply(job) if module.applies(job) else ():
         outcome = _try(job, changes, simulate)
         if outcome is None:
             continue
-        best = (
-            Advice(
-                module.CODE, title, edits_of(job, changes), _device_bytes(outcome), outcome.verdict == "fits", module.SAFETY, module.COST
-            ),
-            changes,
+        advice = Advice(
+            module.CODE, title, edits_of(job, changes), _device_bytes(outcome), outcome.verdict == "fits", module.SAFETY, module.COST
         )
-        if best[0].fits:
-            break
+        if advice.fits:
+            return advice, changes
+        if best is None or advice.device_bytes < best[0].device_bytes:
+            best = advice, changes
     return best
 
 
@@ -96,4 +93,6 @@ def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _device_bytes(verdict: Verdict) -> int:
-    return worst_rank(verdict.ranks).peak.device_bytes
+    """What the worst rank will be seen to use: the cache never grows beyond a budget that it can live within."""
+    peak = worst_rank(verdict.ranks).peak.device_bytes
+    return min(peak, verdict.device.budget_bytes) if verdict.verdict == "fits" else peak

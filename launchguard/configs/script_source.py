@@ -197,7 +197,7 @@ class _Reader(ast.NodeVisitor):
         """Fields of a dataclass are script arguments (HfArgumentParser), with the defaults that they have there."""
         if any(_callee(d.func if isinstance(d, ast.Call) else d)[0] == "dataclass" for d in node.decorator_list):
             for field_ in (n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is not None):
-                known, value = _value(field_.value, self._constants)
+                known, value = _value(field_.value, self._constants) if field_.value is not None else (False, None)
                 if known and value is not None:
                     self.defaults.setdefault(field_.target.id, Setting(value, self._origin(field_)))  # type: ignore[union-attr]
         self.generic_visit(node)

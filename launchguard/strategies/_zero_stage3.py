@@ -230,7 +230,6 @@ class ShardedEngine(ZeroEngine):
             self.keep_host("averaged gradients", self.pinned(total * self.acc))
         else:
             self.stream.alloc(total * self.acc, Category.GRADIENTS, "averaged gradients")
-        self.micro_step = 0
 
     # gathers: the Memory that the coordinator drives ---------------------------------------------------------------
     def gather(self, params: Sequence[int]) -> Flight:
@@ -357,7 +356,6 @@ class ShardedEngine(ZeroEngine):
         for bucket in self.buckets.values():
             self._reduce(bucket)
         self.coordinator.release_leftovers()
-        self.micro_step += 1
 
     # reduction -----------------------------------------------------------------------------------------------------
     def _reduce(self, bucket: Bucket) -> None:
@@ -430,7 +428,6 @@ class ShardedEngine(ZeroEngine):
 
     # step ----------------------------------------------------------------------------------------------------------
     def step(self) -> None:
-        self.micro_step = 0
         self.coordinator.release_all()
         if self.dtype == "float16" and not self.offload:
             self._check_overflow()

@@ -6,7 +6,7 @@ accelerator.py:prepare_model; checked against the real code in tests/conformance
 
 from __future__ import annotations
 
-from launchguard.events import Category, RankSchedule, StepTrace
+from launchguard.events import Category, Op, RankSchedule, StepTrace
 from launchguard.job import FsdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, broadcast_coalesced, schedule_of
@@ -14,7 +14,7 @@ from launchguard.strategies._units import Unit, units_of
 from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm
 from launchguard.units import ceil_div, dtype_bytes, round_up
 
-UNSHARD_STREAM, POST_BACKWARD_STREAM = 1, 2
+PRE_UNSHARD_STREAM, UNSHARD_STREAM, POST_BACKWARD_STREAM = 3, 1, 2  # _runtime_utils.py:_init_streams
 ALIGNMENT_BYTES = 16  # use_orig_params: every parameter starts at a multiple (_flat_param.py:_get_aligned_numel)
 KEEPS_UNSHARDED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 
@@ -37,7 +37,7 @@ class Handle:
         self.full = numel if engine.replicated else self.shard * engine.shards
         self.mixed = self.compute != self.stored
         self.keep = unit.is_root or engine.spec.sharding_strategy in KEEPS_UNSHARDED
-        self.unsharded = self.low_precision_shard = 0
+        self.flat_param = self.unsharded = 0
         self.grads: dict[int, int] = {}
         self.flat_grad = self.sharded_grad = 0
         self.reduced = False
@@ -55,6 +55,7 @@ class Fsdp1Engine(Engine):
         self.of_param = {i: h for h in self.handles for i in h.unit.params}
         self.order: list[Handle] = []
         self.sync = True
+        self.initialised = False
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
         self.optimizer: OptimizerStates | None = None
 
@@ -66,24 +67,36 @@ class Fsdp1Engine(Engine):
 
     # wrap --------------------------------------------------------------------------------------------------------------
     def prepare(self) -> None:
-        load = self.job.precision.load
+        """Wrap bottom-up (_init_utils.py:_init_param_handle_from_module): move, broadcast, flatten, shard; then Accelerate upcasts trainable
+        flat parameters, the root's first (accelerate 1.15 accelerator.py:prepare_model)."""
+        load, root = self.job.precision.load, self.handles[-1]
         for h in self.handles:
+            if h is root:
+                self.alloc_buffers()
+            h.flat_param = self._wrap(h, load)
             if self.spec.offload_params:
-                continue
-            own = [self.stream.alloc(self.stored_bytes(i, load), Category.PARAMETERS, "unit before sharding") for i in h.unit.params]
-            if self.spec.sync_module_states:
-                broadcast_coalesced(self.stream, [self.stored_bytes(i, load) for i in h.unit.params])
-            flat = self.stream.alloc(h.numel * dtype_bytes(load), Category.PARAMETERS, "flattened unit")
-            if not self.replicated:
-                shard = self.stream.alloc(h.shard * dtype_bytes(load), Category.PARAMETERS, "sharded parameters")
-                self.stream.free(flat)
-                flat = shard
-            self.stream.free(*own)
-            if load != h.stored:  # accelerate upcasts trainable flat parameters unit by unit after wrapping
-                self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.PARAMETERS, "sharded parameters")
-                self.stream.free(flat)
-        self.alloc_buffers()
+                self.stream.free(h.flat_param)
+        for h in [root, *self.handles[:-1]]:
+            if load != h.stored and not self.spec.offload_params:
+                upcast = self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.PARAMETERS, "sharded parameters")
+                self.stream.free(h.flat_param)
+                h.flat_param = upcast
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, [self._stepped()], on_device=not self.spec.offload_params)
+
+    def _wrap(self, h: Handle, load: str) -> int:
+        """One unit on the device, flattened and sharded; what is left of it. Buffers are broadcast with the root's parameters."""
+        sizes = [self.stored_bytes(i, load) for i in h.unit.params]
+        own = [self.stream.alloc(n, Category.PARAMETERS, "unit before sharding") for n in sizes]
+        if self.spec.sync_module_states:
+            buffers = self.trace.buffer_bytes if h is self.handles[-1] and load == "float32" else ()
+            broadcast_coalesced(self.stream, [*buffers, *sizes])
+        flat = self.stream.alloc(h.numel * dtype_bytes(load), Category.PARAMETERS, "flattened unit")
+        if not self.replicated:
+            shard = self.stream.alloc(h.shard * dtype_bytes(load), Category.PARAMETERS, "sharded parameters")
+            self.stream.free(flat)
+            flat = shard
+        self.stream.free(*own)
+        return flat
 
     def _stepped(self) -> list[SteppedTensor]:
         """use_orig_params: the optimizer sees the part of each parameter that lies in this rank's shard; else the flat shard."""
@@ -104,6 +117,16 @@ class Fsdp1Engine(Engine):
                 offset += round_up(n, step)
         return stepped
 
+    def _lazy_init(self) -> None:
+        """Every handle's working tensors are made once and their storages freed (_flat_param.py:init_flat_param_attributes)."""
+        self.initialised = True
+        for h in [self.handles[-1], *self.handles[:-1]]:
+            sizes = [h.shard * dtype_bytes(h.compute)] if h.mixed else []
+            if not self.replicated:
+                sizes += [h.full * dtype_bytes(h.compute)] + ([h.full * dtype_bytes(h.stored)] if h.mixed else [])
+            for nbytes in sizes:
+                self.stream.touch(nbytes, Category.PARAMETERS, "flat parameter attributes")
+
     # gathering ---------------------------------------------------------------------------------------------------------
     def _unshard(self, h: Handle) -> None:
         if h.unsharded or (self.replicated and not h.mixed and not self.spec.offload_params):
@@ -111,11 +134,11 @@ class Fsdp1Engine(Engine):
         staged = 0
         if self.spec.offload_params:
             staged = self.stream.alloc(
-                h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "shard copied to the device", UNSHARD_STREAM
+                h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "shard copied to the device", PRE_UNSHARD_STREAM
             )
         cast = 0
         if h.mixed:
-            cast = self.stream.alloc(h.shard * dtype_bytes(h.compute), Category.COMMUNICATION, "low-precision shard", UNSHARD_STREAM)
+            cast = self.stream.alloc(h.shard * dtype_bytes(h.compute), Category.COMMUNICATION, "low-precision shard", PRE_UNSHARD_STREAM)
         if self.replicated:
             h.unsharded = cast  # NO_SHARD computes with the low-precision copy itself
             self.stream.free(staged)
@@ -137,6 +160,8 @@ class Fsdp1Engine(Engine):
     def forward_begin(self) -> None:
         self.stream.free(*self.stale)
         self.stale = []
+        if not self.initialised:
+            self._lazy_init()
         if 0 in self.of_module:
             self._unshard(self.of_module[0])
 
@@ -187,6 +212,8 @@ class Fsdp1Engine(Engine):
             self.stream.free(handle)
         else:
             h.grads[param] = handle
+            if len(self.trace.params[param].owners) > 1:
+                self._sum_on_unshard_stream(handle)
         if len(h.grads) == len(h.trainable):
             self._post_backward(h)
 
@@ -203,9 +230,20 @@ class Fsdp1Engine(Engine):
             elif not h.trainable:
                 self._reshard(h)
 
+    def _sum_on_unshard_stream(self, handle: int) -> None:
+        """Gradients of a tied parameter meet in the view that was split off on the unshard stream; where autograd cannot add in place, it
+        makes their sum on that node's stream (torch 2.13 autograd/input_buffer.cpp:InputBuffer::add)."""
+        events = self.stream.events
+        at = len(events) - 1
+        while events[at].op is Op.FREE:
+            at -= 1
+        if events[at].op is Op.ALLOC and events[at].handle == handle:
+            events[at] = events[at]._replace(stream=UNSHARD_STREAM)
+
     def _post_backward(self, h: Handle) -> None:
-        """The split backward concatenates the parameters' gradients into one flat gradient, then _post_backward_hook reduces it."""
-        flat = self.stream.alloc(h.numel * dtype_bytes(h.compute), Category.GRADIENTS, "flat gradient")
+        """The split backward concatenates the parameters' gradients into one flat gradient, then _post_backward_hook reduces it.
+        Autograd runs it on the stream that split the flat parameter in forward (_runtime_utils.py:_unshard)."""
+        flat = self.stream.alloc(h.numel * dtype_bytes(h.compute), Category.GRADIENTS, "flat gradient", UNSHARD_STREAM)
         self.stream.free(*h.grads.values())
         h.grads = {}
         if h.flat_grad:  # no_sync left one: the new gradient is added to it

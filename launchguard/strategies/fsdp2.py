@@ -33,6 +33,7 @@ class Group:
         self.shard_bytes = sum(self.compute_bytes.values())
         self.resharded = engine.reshard and not unit.keep
         self.unsharded: list[int] = []  # handles of the full parameters
+        self.part: list[int] = []  # handles of the shards that reshard_after_forward = k keeps
         self.gathered = 0  # handle of the flat all-gather output, until it is copied out
         self.is_gathered = False
         self.grads: dict[int, int] = {}  # unsharded gradients as autograd makes them
@@ -49,7 +50,9 @@ class Fsdp2Engine(Engine):
         super().__init__(job, trace, rank, device)
         self.spec = job.fsdp or FsdpSpec(version=2)
         self.shards = self.spec.shard_group_size or job.world_size
-        self.reshard = bool(self.spec.reshard_after_forward)
+        k = self.spec.reshard_after_forward
+        self.reshard = bool(k) and (k is True or k != 1)  # _fsdp_init.py:_get_post_forward_mesh_info
+        self.parts = k if self.reshard and k is not True and k != self.shards else 0
         self.mixed = job.precision.compute != job.precision.storage
         units = units_of(trace, self.spec, grouping=self.spec.accelerate_grouping)
         self.groups = [Group(u, self) for u in units]
@@ -73,21 +76,36 @@ class Fsdp2Engine(Engine):
         """Under FSDP the model is loaded on the CPU (or meta) and moved unit by unit."""
 
     def prepare(self) -> None:
+        """fully_shard moves a unit to the device, shards it and, under offload, copies the shards back (_fsdp_param.py:_init_sharded_param)."""
+        held: list[int] = []
         for g in self.groups:
-            full = []
-            if not (self.spec.cpu_ram_efficient_loading or self.spec.offload_params):
-                full = [
-                    self.stream.alloc(self.stored_bytes(i, self.stored_dtype(i)), Category.PARAMETERS, "unit before sharding")
-                    for i in g.unit.params
-                ]
-            if not self.spec.offload_params:
-                for i in g.unit.params:
-                    self.stream.alloc(g.stored_bytes[i], Category.PARAMETERS, "sharded parameters")
-            self.stream.free(*full)
+            if g.unit.is_root:
+                self.alloc_buffers()
+            held += self._wrap(g)
+        if not self.groups[-1].unit.is_root:
+            self.alloc_buffers()
+        self.stream.free(*held)
         if self.spec.cpu_ram_efficient_loading:
             self._load_full_state_dict()
-        self.alloc_buffers()
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, self._parameter_groups(), on_device=not self.spec.offload_params)
+
+    def _wrap(self, g: Group) -> list[int]:
+        """Shard one group; the full parameters that outlive it: fsdp2_prepare_model's locals hold the embedding's and the head's weights."""
+        full: dict[int, int] = {}
+        if not self.spec.cpu_ram_efficient_loading:
+            for i in g.unit.params:
+                full[i] = self.stream.alloc(self.stored_bytes(i, self.stored_dtype(i)), Category.PARAMETERS, "unit before sharding")
+        for i in g.unit.params:
+            if not (self.spec.offload_params and self.spec.cpu_ram_efficient_loading):
+                shard = self.stream.alloc(g.stored_bytes[i], Category.PARAMETERS, "sharded parameters")
+                self.stream.free(shard if self.spec.offload_params else 0)
+        outlive = self._embedding_weights() if self.spec.accelerate_grouping else frozenset()
+        self.stream.free(*[h for i, h in full.items() if i not in outlive])
+        return [h for i, h in full.items() if i in outlive]
+
+    def _embedding_weights(self) -> frozenset[int]:
+        names = {self.trace.facts.get("input_embedding"), self.trace.facts.get("output_embedding")} - {None}
+        return frozenset(i for i, p in enumerate(self.trace.params) if p.name in {f"{n}.weight" for n in names})
 
     def _load_full_state_dict(self) -> None:
         """accelerate fsdp2_load_full_state_dict: every full parameter is broadcast to the device, its shard is kept."""
@@ -119,29 +137,35 @@ class Fsdp2Engine(Engine):
             staged = self.stream.alloc(
                 sum(g.stored_bytes.values()), Category.COMMUNICATION, "shard copied to the device", ALL_GATHER_STREAM
             )
-        cast = self.stream.alloc(g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)
+        cast = self.stream.alloc(0 if g.part else g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)
         g.gathered = self.stream.alloc(g.shard_bytes * self.shards, Category.COMMUNICATION, "all-gather output", ALL_GATHER_STREAM)
         self.stream.free(cast, staged)
 
     def _wait(self, g: Group, forward: bool) -> None:
-        """wait_for_unshard: copy out. In forward the flat output lives until the next group's copy-out."""
+        """wait_for_unshard: copy out. In forward the flat output lives until the next group's call returns, whose locals hold it."""
         if not g.is_gathered:
             return
         g.is_gathered = False
-        if forward and self.previous_gather:
-            self.stream.free(self.previous_gather)
-            self.previous_gather = 0
         for i, nbytes in g.compute_bytes.items():
             cast = 0
             if self.shards == 1 and self.trace.params[i].dtype != self.stored_dtype(i):
                 cast = self.stream.alloc(nbytes, Category.COMMUNICATION, "cast shard")
             g.unsharded.append(self.stream.alloc(nbytes * self.shards, Category.PARAMETERS, "unsharded parameters"))
             self.stream.free(cast)
+        self.stream.free(*g.part)
+        g.part = []
         if forward:
+            self.stream.free(self.previous_gather)
             self.previous_gather = g.gathered
         else:
             self.stream.free(g.gathered)
         g.gathered = 0
+
+    def _keep_part(self, g: Group) -> None:
+        """reshard_after_forward = k: a shard of k parts stays until backward has gathered it again (_fsdp_param.py:to_sharded_post_forward)."""
+        if self.parts > 1:
+            part = [n * self.shards // self.parts for n in g.compute_bytes.values()]
+            g.part = [self.stream.alloc(n, Category.PARAMETERS, "shards kept after forward") for n in part]
 
     def _reshard(self, g: Group) -> None:
         self.stream.free(*g.unsharded)
@@ -169,10 +193,13 @@ class Fsdp2Engine(Engine):
             self._wait(g, forward=True)
 
     def exit(self, module: int, recompute: bool) -> None:
+        if module == 0 and not recompute:
+            self._root_post_forward()
         g = self.of_module.get(module)
         if g is None or recompute or g.unit.is_root or module != self._last_module(g):
             return
         if g.resharded:
+            self._keep_part(g)
             self._reshard(g)
         g.forward_done = True
         self.order.append(g)
@@ -181,8 +208,8 @@ class Fsdp2Engine(Engine):
         """A group of several modules (final norm and head) is done when the one that runs last is."""
         return g.unit.modules[-1]
 
-    def forward_end(self) -> None:
-        """Root post-forward: the last all-gather output goes."""
+    def _root_post_forward(self) -> None:
+        """_fsdp_state.py:_post_forward: the last all-gather output goes."""
         self.stream.free(self.previous_gather)
         self.previous_gather = 0
         root = self.of_module.get(0)

@@ -159,27 +159,29 @@ class _BackwardExit(torch.autograd.Function):
 
 
 class ModuleMarks:
-    """Hooks on every module that holds parameters: forward and backward marks, gradients handed over as they are complete."""
+    """Hooks on every module: forward and backward marks, gradients handed over as they are complete. BACKWARD_EXIT needs an identity on
+    the inputs, which in-place modules do not bear, so only modules that hold parameters have it."""
 
     def __init__(self, model: torch.nn.Module, tracker: Tracker) -> None:
         self.tracker = tracker
         self.modules, self.params, self.tensors = _tables(model)
         index = {id(p): i for i, p in enumerate(self.tensors)}
         for i, (_, module) in enumerate(model.named_modules(remove_duplicate=True)):
-            if next(module.parameters(), None) is not None:
-                module.register_forward_pre_hook(self._pre(i), with_kwargs=True)
-                module.register_forward_hook(self._post(i), always_call=True)
+            holds_parameters = next(module.parameters(), None) is not None
+            module.register_forward_pre_hook(self._pre(i, holds_parameters), with_kwargs=True)
+            module.register_forward_hook(self._post(i), always_call=True)
         for p in self.tensors:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._grad(index[id(p)]))
 
-    def _pre(self, i: int) -> Callable[..., Any]:
+    def _pre(self, i: int, holds_parameters: bool) -> Callable[..., Any]:
         tracker = self.tracker
 
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tracker.mark(TraceOp.ENTER, i)
+            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+            tracker.mark(TraceOp.ENTER, i, 0 if first is None else max(tracker.see(first), 0))
             tracker.depth += 1
-            if not torch.is_grad_enabled():
+            if not holds_parameters or not torch.is_grad_enabled():
                 return None
             slots = [(True, k) for k, x in enumerate(args) if _differentiable(x)] + [
                 (False, k) for k, x in kwargs.items() if _differentiable(x)

@@ -1,4 +1,4 @@
-"""Frozen quantised weights (bitsandbytes NF4, FP4 and int8; GPTQ int4): what they store, and the full weights that a product makes for itself.
+"""Frozen quantised weights (bitsandbytes NF4, FP4 and int8; GPTQ int4): what they store, and the full weights that a product makes.
 
 Modules of the libraries' own class names replace nn.Linear, and a stand-in for the package is shown to PEFT, so that PEFT's real adapter
 layers for quantised weights run. Read in bitsandbytes 0.49 autograd/_functions.py (MatMul4Bit, MatMul8bitLt), functional.py

@@ -136,13 +136,24 @@ def _step(request: TraceRequest, semantics: Any) -> Callable[..., Any]:
             prepared = True
             _prepare_forward(model, semantics, dtype)
         with semantics.autocast(None if request.float32_outputs else dtype):
-            outputs = model(**batch)
+            outputs = _call(model, batch)
             batch.clear()  # whoever keeps a batch longer is a matter of the loop
             if request.config is None:
                 return _loss(outputs, request.loss), outputs
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
     return step
+
+
+def _call(model: Any, batch: dict[str, Any]) -> Any:
+    """Inputs by name; in the order of their description when forward does not know the names (nn.Sequential, nn.Linear)."""
+    import inspect
+
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    if takes_any or set(batch) <= set(known):
+        return model(**batch)
+    return model(*batch.values())
 
 
 def _prepare_forward(model: Any, semantics: Any, dtype: Any) -> None:

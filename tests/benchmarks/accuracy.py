@@ -93,7 +93,8 @@ def _line(r: Result) -> str:
         return f"{r['id']}: not run: {r['not_run']} {r.get('not_run_detail', '')}"[:200]
     if r["kind"] == "measured":
         also = "".join(f", {a['metric']} {a['error_pct']:+.2f} %" for a in r["also"])
-        return f"{r['id']}: {r['metric']} {r['error_pct']:+.2f} %{also}{', predicted out of memory' if r['predicted_oom'] else ''} ({r['seconds']} s)"
+        oom = ", predicted out of memory" if r["predicted_oom"] else ""
+        return f"{r['id']}: {r['metric']} {r['error_pct']:+.2f} %{also}{oom} ({r['seconds']} s)"
     return f"{r['id']}: {r['kind']}, said {r['verdict']} ({r['seconds']} s)"
 
 
@@ -137,10 +138,14 @@ def score(results: Sequence[Result]) -> dict[str, Any]:
     document |= {
         "per_group": summary([statistics.fmean(r["error_pct"] for r in rs) for rs in _split(measured, "group").values()]),
         "boundary": _boundary(ran),
-        "smallest_card": summary([100 * (r["smallest_card_predicted"] / r["smallest_card_measured"] - 1) for r in ran if "smallest_card_measured" in r]),
+        "smallest_card": summary(
+            [100 * (r["smallest_card_predicted"] / r["smallest_card_measured"] - 1) for r in ran if "smallest_card_measured" in r]
+        ),
         "interval": _interval(measured),
         "measured_but_predicted_oom": [r["id"] for r in measured if r["predicted_oom"]],
-        "worst": [{k: r[k] for k in ("id", "metric", "measured", "predicted", "error_pct", "peak_phase")} for r in _worst(measured)[:WORST]],
+        "worst": [
+            {k: r[k] for k in ("id", "metric", "measured", "predicted", "error_pct", "peak_phase")} for r in _worst(measured)[:WORST]
+        ],
         "results": list(results),
     }
     return document
@@ -206,6 +211,10 @@ def table(title: str, rows: dict[str, dict[str, Any]], markdown: bool) -> list[s
     return [*_grid([title, *(name for name, _ in COLUMNS)], cells, markdown), ""]
 
 
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
 def _cell(value: float | int | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
 
@@ -233,11 +242,15 @@ def report(document: dict[str, Any], markdown: bool) -> list[str]:
     lines += [f"  wrong: {', '.join(b['wrong'])}"] if b["wrong"] else []
     i = document["interval"]
     if i["n"]:
-        lines += [f"interval: {i['inside_pct']} % of {i['n']} inside, median half width {i['median_halfwidth_pct']} % (reserved and device bytes)"]
+        lines += [
+            f"interval: {i['inside_pct']} % of {i['n']} inside, median half width {i['median_halfwidth_pct']} % (reserved and device bytes)"
+        ]
     oom = document["measured_but_predicted_oom"]
     lines += [f"measured runs predicted out of memory: {len(oom)}{': ' if oom else ''}{', '.join(oom)}", ""]
-    worst = [[w["id"], w["metric"], f"{w['measured'] / 2**30:.2f}", f"{w['predicted'] / 2**30:.2f}", f"{w['error_pct']:+.2f}", w["peak_phase"]]
-             for w in document["worst"]]  # fmt: skip
+    worst = [
+        [w["id"], w["metric"], _gib(w["measured"]), _gib(w["predicted"]), f"{w['error_pct']:+.2f}", w["peak_phase"]]
+        for w in document["worst"]
+    ]
     lines += [*_grid(["worst", "metric", "measured GiB", "predicted GiB", "error", "peak in"], worst, markdown), ""] if worst else []
     if document["not_run"]:
         rows = [[reason, str(n)] for reason, n in document["not_run"].items()]

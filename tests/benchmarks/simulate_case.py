@@ -42,7 +42,10 @@ def run_case(case: Case, folder: Path, use_cache: bool = True, timeout_s: int = 
     except TimeoutError:
         result |= {"not_run": f"took more than {timeout_s} s", "not_run_detail": ""}
     except LaunchguardError as e:
-        result |= {"not_run": f"{type(e).__name__}: {_kind_of(e.message)}", "not_run_detail": " ".join(x for x in (e.message, e.where) if x)}
+        result |= {
+            "not_run": f"{type(e).__name__}: {_kind_of(e.message)}",
+            "not_run_detail": " ".join(x for x in (e.message, e.where) if x),
+        }
     except Exception as e:  # one case must not stop the others
         result |= {"not_run": f"{type(e).__name__}: {_kind_of(str(e))}", "not_run_detail": str(e)}
     result["seconds"] = round(time.perf_counter() - started, 2)
@@ -51,9 +54,10 @@ def run_case(case: Case, folder: Path, use_cache: bool = True, timeout_s: int = 
 
 def _labels(case: Case) -> Result:
     """What the scores are grouped by. Tolerates incomplete cases."""
-    framework = case.get("framework") or {}
+    framework, method, outcome = (
+        x if isinstance(x, dict) else {} for x in (case.get("framework"), case.get("method"), case.get("outcome"))
+    )
     name, stage = str(framework.get("name")), framework.get("zero_stage")
-    method = case.get("method") or {}
     return {
         "id": str(case.get("id")),
         "group": str(case.get("group")),
@@ -62,7 +66,7 @@ def _labels(case: Case) -> Result:
         "method": str(method.get("type")),
         "stack": str(case.get("stack")),
         "confidence": str(case.get("confidence")),
-        "basis": (case.get("outcome") or {}).get("basis"),
+        "basis": outcome.get("basis"),
     }
 
 
@@ -212,5 +216,7 @@ def _boundary(case: Case, job: JobSpec, judged: Verdict, schedules: Sequence[Ran
         index = next((i for i, r in enumerate(judged.ranks) if recorded in r.ranks), judged.ranks.index(worst))
         peak, events = judged.ranks[index].peak, schedules[index].events
         out["smallest_card_measured"] = smallest * MIB
-        out["smallest_card_predicted"] = smallest_limit(events, job.allocator_conf, peak.allocated_bytes, max(peak.reserved_bytes, peak.allocated_bytes))
+        out["smallest_card_predicted"] = smallest_limit(
+            events, job.allocator_conf, peak.allocated_bytes, max(peak.reserved_bytes, peak.allocated_bytes)
+        )
     return out

@@ -5,28 +5,54 @@ A case that launchguard does not model raises NotRun with the reason; the score 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truth_models import MEGATRON_STACKS, NotRun, checkpoint_of, lora_targets, model_of
+
+from launchguard.errors import InputError
 from launchguard.job import (
-    ActivationCheckpointing, DdpSpec, FsdpSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, Note, OptimizerSpec, Precision, QuantizationSpec, ZeroSpec,
+    ActivationCheckpointing,
+    DdpSpec,
+    FsdpSpec,
+    JobSpec,
+    LaunchSpec,
+    LoraSpec,
+    Note,
+    OptimizerSpec,
+    Precision,
+    QuantizationSpec,
+    ZeroSpec,
 )  # fmt: skip
 from launchguard.profiles import DeviceProfile, device
 from launchguard.units import GIB
 
+__all__ = ["Case", "NotRun", "attach_config", "job_of"]
 Case = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredQuantization(QuantizationSpec):
+    """quant_storage: dtype that packed weights are viewed in (bitsandbytes bnb_4bit_quant_storage; decides how FSDP flattens them)."""
+
+    quant_storage: str = "uint8"
+
 
 # gpu names of the schema -> device ids, by nominal size where one name covers several cards
 DEVICES: dict[str, dict[int, str]] = {
-    "A100": {40: "a100-40-sxm", 80: "a100-80-sxm"}, "A100-SXM4": {40: "a100-40-sxm", 80: "a100-80-sxm"}, "A100-80GB": {0: "a100-80-sxm"}, "A800": {0: "a800-80"},
-    "H100": {0: "h100-80-sxm"}, "H100-80GB": {0: "h100-80-sxm"}, "H800": {0: "h800-80"}, "H100 (HBM2e, 96 GB class)": {0: "h100-80-sxm"}, "H200": {0: "h200"},
-    "V100-SXM2": {16: "v100-16", 32: "v100-32"}, "V100": {16: "v100-16", 32: "v100-32"}, "V100-32GB": {0: "v100-32"}, "A10G": {0: "a10g"},
-    "RTX 3090": {0: "rtx3090"}, "RTX 4080": {0: "rtx4080"}, "RTX 4090": {0: "rtx4090"}, "RTX4090": {0: "rtx4090"}, "RTX A5000": {0: "rtxa5000"},
-    "T4": {0: "t4"}, "RTX 4070 Ti SUPER": {0: "rtx4070tis"}, "Titan RTX": {0: "24GB"}, "RTX A6000": {0: "rtxa6000"}, "H20": {0: "h20-96"},
-    "B200": {0: "b200"},
+    "A100": {40: "a100-40-sxm", 80: "a100-80-sxm"}, "A100-SXM4": {40: "a100-40-sxm", 80: "a100-80-sxm"}, "A100-80GB": {0: "a100-80-sxm"},
+    "A800": {0: "a800-80"}, "H100": {0: "h100-80-sxm"}, "H100-80GB": {0: "h100-80-sxm"}, "H800": {0: "h800-80"}, "H200": {0: "h200"},
+    "H100 (HBM2e, 96 GB class)": {0: "h100-80-sxm"}, "V100-SXM2": {16: "v100-16", 32: "v100-32"}, "V100": {16: "v100-16", 32: "v100-32"},
+    "V100-32GB": {0: "v100-32"}, "A10G": {0: "a10g"}, "RTX 3090": {0: "rtx3090"}, "RTX 4080": {0: "rtx4080"}, "RTX 4090": {0: "rtx4090"},
+    "RTX4090": {0: "rtx4090"}, "RTX A5000": {0: "rtxa5000"}, "T4": {0: "t4"}, "RTX 4070 Ti SUPER": {0: "rtx4070tis"},
+    "Titan RTX": {0: "24GB"}, "RTX A6000": {0: "rtxa6000"}, "H20": {0: "h20-96"}, "B200": {0: "b200"},
 }  # fmt: skip
 TRAINER_STACKS = ("hf_trainer", "llama-factory", "fms", "ms-swift", "axolotl", "trl")
+# hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": the bytes that they state after backward include the logits
+KEEPS_OUTPUTS = ("hf + peft script",)
 LOOPS = {
     "trl": "sft",
     "accelerate": "accelerate",
@@ -36,88 +62,103 @@ LOOPS = {
 }
 
 
-class NotRun(Exception):
-    """Why a case cannot be simulated."""
-
-
 def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
     """The job of a case and the card that it ran on. Raises NotRun."""
     _refuse(case)
-    profile = device_of(case)
-    parallel, hardware = case["parallel"], case["hardware"]
-    gpus, nodes = hardware.get("gpus") or 1, hardware.get("nodes") or 1
-    loop = _loop(case)
-    notes: list[Note] = []
+    profile, loop = device_of(case), _loop(case)
+    notes = _notes(case)
+    precision = _precision(case, loop)
     job = JobSpec(
-        launch=LaunchSpec("torchrun", (), ".", "train.py", nnodes=nodes, nproc_per_node=max(1, gpus // nodes)),
-        model=_model(case, folder),
+        launch=_launch(case),
+        model=model_of(case, folder, precision.load, notes),
         loop=loop,
         strategy=_strategy(case),
         micro_batch_size=case["micro_batch"],
         gradient_accumulation_steps=case["grad_accum"] or 1,
         seq_len=case["seq_len"] or 1,
         max_grad_norm=_clip(case, loop),
+        outputs_alive_in_backward=case["stack"] in KEEPS_OUTPUTS,
         zero_grad_set_to_none=(case.get("inputs") or {}).get("script", {}).get("torch", {}).get("set_to_none", True),
-        precision=_precision(case, loop),
-        activation_checkpointing=_checkpointing(case, loop),
+        precision=precision,
+        activation_checkpointing=_checkpointing(case),
         optimizer=_optimizer(case),
         zero=_zero(case, loop),
-        fsdp=_fsdp(case, loop, parallel),
+        fsdp=_fsdp(case, loop),
         ddp=_ddp(case),
-        lora=_lora(case),
+        lora=_lora(case, notes),
         quantization=_quantization(case),
         device=profile.id,
         headroom="0%",
         allocator_conf=case.get("allocator") or "",
-        versions={"torch": case["versions"]["torch"]} if (case.get("versions") or {}).get("torch", "")[:1].isdigit() else {},
+        versions={"torch": case["versions"]["torch"]} if str((case.get("versions") or {}).get("torch"))[:1].isdigit() else {},
     )
-    if case["compile"]:
-        notes.append(Note("LG310", "warning", "torch.compile is simulated as eager"))
-    if case["loss"] in ("chunked", "fused"):
-        notes.append(Note("LG311", "warning", f"a {case['loss']} loss is simulated as full logits"))
     return job.changed({"notes": tuple(notes)}), profile
 
 
 def _refuse(case: Case) -> None:
-    parallel, tags = case["parallel"], set(case["tags"] or ())
-    for key in ("tp", "pp", "cp"):
-        if (parallel.get(key) or 1) > 1:
-            raise NotRun(f"{key} > 1")
+    """What no strategy of launchguard simulates."""
+    parallel = case["parallel"]
+    if (parallel.get("pp") or 1) > 1:
+        raise NotRun("pipeline parallelism")
     if case["framework"]["name"] == "megatron":
-        raise NotRun("megatron")
-    for tag in ("float8", "activation_offload", "remote_code"):
-        if tag in tags:
-            raise NotRun(tag)
-    if case["model"].get("factory") or "config" not in case["model"]:
-        raise NotRun("model described by dims only")
-    if case["activation_checkpointing"] == "selective":
-        raise NotRun("selective checkpointing")
-    quant = case["method"].get("quant")
-    if quant not in (None, "nf4", "fp4", "int8"):
-        raise NotRun(f"quantisation {quant}")
-    if case["loss"] in ("chunked", "fused"):
-        raise NotRun("chunked or fused loss")
+        raise NotRun("Megatron's optimizer and gradient buffers")
+    if not isinstance(case.get("micro_batch"), int):
+        raise NotRun("micro-batch not stated")
+
+
+def _notes(case: Case) -> list[Note]:
+    """What is simulated otherwise than it ran (LG3xx: not modelled), and what the case assumes (LG21x)."""
+    tags, parallel = set(case["tags"] or ()), case["parallel"]
+    told = [
+        ("LG310", case["compile"], "torch.compile is simulated as eager"),
+        ("LG314", "float8" in tags or case["precision"].get("float8"), "float8 products are simulated in the compute dtype"),
+        ("LG315", (parallel.get("cp") or 1) > 1, "context parallelism is simulated as this rank's part of the sequence alone"),
+        ("LG316", (parallel.get("ep") or 1) > 1, "expert parallelism is simulated as sharding"),
+        ("LG318", (case["method"].get("adapters_allocated") or 1) > 1, "adapters beyond the trained one are left out"),
+        ("LG319", "moe" in tags and case["method"]["type"] == "full" and case["stack"] in ("prime-rl", "torchtitan"),
+         "grouped expert kernels are simulated as transformers runs experts"),
+        ("LG210", "doubtful" in tags or "remote_code" in tags, "the source of the case is doubtful, or its model code is not public"),
+    ]  # fmt: skip
+    return [Note(code, "warning", message) for code, applies, message in told if applies]
+
+
+def _launch(case: Case) -> LaunchSpec:
+    """The ranks among which states can be sharded: tensor-parallel ranks stand for one."""
+    hardware = case["hardware"]
+    gpus, nodes = hardware.get("gpus") or 1, hardware.get("nodes") or 1
+    ranks = max(1, gpus // (case["parallel"].get("tp") or 1))
+    local = max(1, ranks // nodes)
+    return LaunchSpec("torchrun", (), ".", "train.py", nnodes=ranks // local, nproc_per_node=local)
 
 
 def device_of(case: Case) -> DeviceProfile:
     """The card: by name and nominal size, by size alone when no name is stated; a virtual card has what its record says."""
-    import dataclasses
-
     hardware = case["hardware"]
-    names = DEVICES.get(hardware["gpu"])
-    nominal = round(hardware["nominal_gb"] or 0)
-    if names is None:
-        profile = device(f"{nominal or 80}GB")
-    else:
-        profile = device(names.get(nominal) or names[min(names, key=lambda n: abs(n - nominal))])
-    virtual = hardware.get("virtual")
+    profile = _card(str(hardware["gpu"]), round(hardware["nominal_gb"] or 0))
+    virtual, usable = hardware.get("virtual"), hardware.get("usable_gib") or hardware.get("usable_gib_typical")
     if virtual:
         context = virtual["context_bytes"]
-        profile = dataclasses.replace(profile, total_bytes=virtual["total_bytes"], context_bytes=context, context_low=context, context_high=context,
-                                      sms=virtual["sms"])  # fmt: skip
-    elif hardware.get("usable_gib") or hardware.get("usable_gib_typical"):
-        profile = dataclasses.replace(profile, total_bytes=int((hardware.get("usable_gib") or hardware["usable_gib_typical"]) * GIB))
-    return profile
+        return dataclasses.replace(
+            profile,
+            total_bytes=virtual["total_bytes"],
+            context_bytes=context,
+            context_low=context,
+            context_high=context,
+            sms=virtual["sms"],
+        )
+    return dataclasses.replace(profile, total_bytes=int(usable * GIB)) if usable else profile
+
+
+def _card(name: str, nominal: int) -> DeviceProfile:
+    names = DEVICES.get(name)
+    if names is not None:
+        return device(names.get(nominal) or names[min(names, key=lambda n: abs(n - nominal))])
+    for spelling in (name, f"{name}-{nominal}GB", f"{name}-{nominal}"):
+        try:
+            return device(spelling)
+        except InputError:
+            continue
+    return device(f"{nominal or 80}GB")
 
 
 def _loop(case: Case) -> str:
@@ -127,30 +168,6 @@ def _loop(case: Case) -> str:
     if case["stack"] in LOOPS:
         return LOOPS[case["stack"]]
     return "trainer" if case["stack"] in TRAINER_STACKS else "torch"
-
-
-def _model(case: Case, folder: Path) -> ModelSpec:
-    model = case["model"]
-    config = json.loads((folder / model["config"]).read_text())
-    if model.get("vocab_size"):
-        config["vocab_size"] = model["vocab_size"]
-    if case.get("image_size"):
-        config["image_size"] = case["image_size"]
-    if case["seq_len"] and config.get("max_position_embeddings", 1 << 60) < case["seq_len"]:
-        config["max_position_embeddings"] = case["seq_len"]
-    if case["seq_len"] and config.get("n_positions", 1 << 60) < case["seq_len"]:
-        config["n_positions"] = case["seq_len"]
-    attention = {"flash2": "flash_attention_2", "flash3": "flash_attention_3", "none": None}.get(case["attention"], case["attention"])
-    recorded = (case.get("inputs") or {}).get("script", {}).get("attn")
-    if case["stack"] == "vgpu":
-        attention = recorded  # the recorded script left the choice to the model unless it says so
-    return ModelSpec(
-        source=model["config"],
-        config=config,
-        task=model.get("auto_class"),
-        attn_implementation=attention,
-        use_cache=model.get("use_cache", False),
-    )
 
 
 def _strategy(case: Case) -> str:
@@ -172,6 +189,8 @@ def _precision(case: Case, loop: str) -> Precision:
     params, compute = p["params"], p["compute"]
     if case["method"]["type"] != "full":
         params = case["method"].get("frozen_dtype") or params
+    if case["method"].get("quant") and params == "float32":
+        params = compute  # what is left unquantised is float32 only after prepare_model_for_kbit_training
     if p["via"] == "autocast":
         accelerated = loop in ("trainer", "sft", "accelerate")
         return Precision(load=params, storage=params, compute=params, autocast=compute, float32_outputs=accelerated)
@@ -186,8 +205,9 @@ def _precision(case: Case, loop: str) -> Precision:
     return Precision(load=params, storage=params, compute=params, reduce=p["reduce"] or params)
 
 
-def _checkpointing(case: Case, loop: str) -> ActivationCheckpointing:
-    if case["activation_checkpointing"] != "full":
+def _checkpointing(case: Case) -> ActivationCheckpointing:
+    tensor_parallel = (case["parallel"].get("tp") or 1) > 1 and case["stack"] in MEGATRON_STACKS
+    if case["activation_checkpointing"] != "full" or checkpoint_of(case) is not None or tensor_parallel:
         return ActivationCheckpointing()
     accelerate = ((case.get("inputs") or {}).get("accelerate_config") or {}).get("fsdp_config", {})
     via = "fsdp" if accelerate.get("fsdp_activation_checkpointing") else "model"
@@ -199,8 +219,10 @@ def _checkpointing(case: Case, loop: str) -> ActivationCheckpointing:
 def _optimizer(case: Case) -> OptimizerSpec:
     o = case["optimizer"]
     name, impl, bits = o["name"], o["impl"], o.get("state_bits")
-    if impl == "in_backward" or impl == "4bit":
-        raise NotRun(f"optimizer {impl}")
+    if impl == "in_backward":
+        raise NotRun("optimizer step inside backward")
+    if impl == "4bit":
+        return OptimizerSpec("adamw_torch_4bit", "foreach")
     if impl == "8bit":
         name = f"{name}_8bit" if o.get("library") != "torchao" else "adamw_torch_8bit"
         return OptimizerSpec(name.replace("adam_8bit", "adamw_8bit"), "foreach")
@@ -221,18 +243,22 @@ def _zero(case: Case, loop: str) -> ZeroSpec | None:
     ds = recorded or {**(framework.get("raw") or {})}
     zero = {**(ds.get("zero_optimization") or ds)}
     stage = framework["zero_stage"]
-    values: dict[str, Any] = {k: v for k, v in zero.items() if k in ZeroSpec.__dataclass_fields__ and isinstance(v, (bool, int, float))}
-    for key in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
-                "stage3_max_reuse_distance", "stage3_param_persistence_threshold"):  # fmt: skip
-        if key in values:
-            values[key] = int(values[key])
+    known = ZeroSpec.__dataclass_fields__
+    values: dict[str, Any] = {k: v for k, v in zero.items() if k in known and isinstance(v, (bool, int, float))}
+    values |= {k: int(v) for k, v in values.items() if known[k].type == "int"}
     if loop == "trainer":  # "auto" values as the Trainer fills them
         values = {**_auto(case, zero, stage), **values}
     values.setdefault("overlap_comm", stage == 3)
     accum = (ds.get("data_types") or {}).get("grad_accum_dtype")
-    return ZeroSpec(**{**values, "stage": stage, "dtype": case["precision"]["compute"], "grad_accum_dtype": accum and {"fp32": "float32"}.get(accum, accum),
-                       "offload_optimizer": framework["offload_optimizer"] or "none", "offload_param": framework["offload_param"] or "none",
-                       "zero_init": stage == 3 and loop in ("trainer", "sft")})  # fmt: skip
+    values |= {
+        "stage": stage,
+        "dtype": case["precision"]["compute"],
+        "grad_accum_dtype": accum and {"fp32": "float32"}.get(accum, accum),
+        "offload_optimizer": framework["offload_optimizer"] or "none",
+        "offload_param": framework["offload_param"] or "none",
+        "zero_init": stage == 3 and loop in ("trainer", "sft"),
+    }
+    return ZeroSpec(**values)
 
 
 def _auto(case: Case, zero: dict[str, Any], stage: int) -> dict[str, int]:
@@ -246,8 +272,8 @@ def _auto(case: Case, zero: dict[str, Any], stage: int) -> dict[str, int]:
     return {k: v for k, v in filled.items() if zero.get(k, "auto") == "auto"}
 
 
-def _fsdp(case: Case, loop: str, parallel: dict[str, Any]) -> FsdpSpec | None:
-    framework = case["framework"]
+def _fsdp(case: Case, loop: str) -> FsdpSpec | None:
+    framework, parallel = case["framework"], case["parallel"]
     if framework["name"] not in ("fsdp1", "fsdp2"):
         return None
     version = int(framework["name"][-1])
@@ -258,13 +284,16 @@ def _fsdp(case: Case, loop: str, parallel: dict[str, Any]) -> FsdpSpec | None:
     reshard = framework["reshard_after_forward"]
     group = None
     if (parallel.get("dp_replicate") or 1) > 1:
-        group = parallel["dp_shard"]
+        group = parallel["dp_shard"] * (parallel.get("cp") or 1)
     return FsdpSpec(
         version=version,
         sharding_strategy=framework["sharding_strategy"] or "FULL_SHARD",
         reshard_after_forward=True if reshard in (None, "except_last_block") else reshard,
         wrap_policy="TRANSFORMER_BASED_WRAP",
-        use_orig_params=own.get("fsdp_use_orig_params", torch_args.get("use_orig_params", True)),
+        wrap_classes=_wrap_classes(case),
+        use_orig_params=own.get(
+            "fsdp_use_orig_params", torch_args.get("use_orig_params", (framework.get("raw") or {}).get("use_orig_params", True))
+        ),
         backward_prefetch=own.get("fsdp_backward_prefetch") if accelerated else torch_args.get("backward_prefetch", "BACKWARD_PRE"),
         forward_prefetch=bool(own.get("fsdp_forward_prefetch", torch_args.get("forward_prefetch", False))),
         offload_params=bool(framework["offload_param"] and framework["offload_param"] != "none"),
@@ -288,26 +317,38 @@ def _ddp(case: Case) -> DdpSpec | None:
     )
 
 
-def _lora(case: Case) -> LoraSpec | None:
+def _wrap_classes(case: Case) -> tuple[str, ...]:
+    """Class names where the case gives some; (): the model's own layers."""
+    wrap = str(case["framework"].get("wrap") or "")
+    if "on their own" in wrap:
+        family = (case["model"].get("_config") or {}).get("model_type", "")
+        return (f"{family.capitalize()}DecoderLayer", "Linear")
+    names = tuple(n.strip() for n in wrap.split(","))
+    return names if all(n.isidentifier() and n[0].isupper() for n in names) else ()
+
+
+def _lora(case: Case, notes: list[Note]) -> LoraSpec | None:
     m = case["method"]
     if m["type"] == "full":
         return None
-    targets = m["targets"]
-    if isinstance(targets, list):
-        names = [t for t in targets if t.isidentifier()]
-        if len(names) != len(targets):
-            raise NotRun("LoRA targets described in words")
-        targets = tuple(names)
-    return LoraSpec(r=m.get("r") or m.get("rank"), lora_alpha=m.get("alpha") or 16, target_modules=targets,
+    return LoraSpec(r=m.get("r") or m.get("rank"), lora_alpha=m.get("alpha") or 16, target_modules=lora_targets(m["targets"], notes),
                     use_dora=m["type"] == "dora", autocast_adapter_dtype=m.get("adapter_dtype") == "float32")  # fmt: skip
 
 
 def _quantization(case: Case) -> QuantizationSpec | None:
+    """Under FSDP packed weights must look like the others (bitsandbytes' storage dtype)."""
     m = case["method"]
     if not m.get("quant"):
         return None
-    return QuantizationSpec(m["quant"], double_quant=bool(m.get("double_quant")), compute_dtype=case["precision"]["compute"],
-                            prepare_kbit=m.get("frozen_dtype") == "float32" or case["stack"] == "vgpu")  # fmt: skip
+    sharded = case["framework"]["name"] in ("fsdp1", "fsdp2")
+    storage = m.get("quant_storage") or (m.get("frozen_dtype") if sharded else None) or "uint8"
+    return StoredQuantization(
+        m["quant"],
+        double_quant=bool(m.get("double_quant")),
+        compute_dtype=case["precision"]["compute"],
+        prepare_kbit=m.get("frozen_dtype") == "float32" or case["stack"] == "vgpu",
+        quant_storage=storage,
+    )
 
 
 def attach_config(case: Case, folder: Path) -> Case:

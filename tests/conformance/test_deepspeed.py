@@ -45,6 +45,7 @@ def run_cases(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
 def job_of(case: dict[str, Any]) -> JobSpec:
     """The case as launchguard's readers would give it."""
     settings = dict(case["zero"])
+    ratio = settings.pop("offload_optimizer", {}).get("ratio", 1.0)
     settings.setdefault("overlap_comm", case["stage"] == 3)
     bf16 = case["top"].get("bf16", {})
     fields = {
@@ -59,11 +60,10 @@ def job_of(case: dict[str, Any]) -> JobSpec:
         "offload_optimizer": "cpu" if case["offload"] in _OPTIMIZER_CPU else "none",
         "offload_param": "cpu" if case["offload"] in ("param", "both") else "none",
         "offload_pin_memory": False,
+        "offload_ratio": ratio,
         "zero_init": case["zero_init"],
         **{k: bf16[k] for k in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states") if k in bf16},
     }
-    fields.pop("use_multi_rank_bucket_allreduce", None)
-    fields["offload_ratio"] = fields.pop("offload_optimizer_ratio", 1.0)
     implementation = "deepspeed_fused"
     if case["offload"] in _OPTIMIZER_CPU:
         implementation = "cpu"
@@ -147,19 +147,17 @@ CASES: list[dict[str, Any]] = [
     dict(stage=1, gas=2, zero={"overlap_comm": True}, dtype="fp32"),
     dict(stage=1, gas=2, top=ACC32),
     dict(stage=1, gas=2, top=ACC32, dtype="fp16"),
-    dict(stage=2, gas=2, optimizer_params=TORCH_ADAM),
     dict(stage=2, gas=2, zero={"overlap_comm": True, "contiguous_gradients": False}),
     dict(stage=2, gas=2, top=ACC32, bucket=10_000),
     dict(stage=2, gas=2, offload="optimizer", dtype="fp32"),
     dict(stage=3, gas=2),
-    dict(stage=3, gas=2, zero={"reduce_scatter": False}, dtype="fp32"),
+    dict(stage=3, zero={"reduce_scatter": False}, dtype="fp32", optimizer_params=TORCH_ADAM),
     dict(stage=3, gas=2, top=COMM32 | ACC32, bucket=10_000),
     dict(stage=3, gas=2, offload="both", persist=200, zero_init=True),
     dict(
         stage=3, prefetch=20_000, zero={"stage3_max_live_parameters": 30_000, "stage3_max_reuse_distance": 20_000, "sub_group_size": 9000}
     ),
     dict(stage=3, model="llama", checkpoint=True, zero={"stage3_max_reuse_distance": 0}),
-    dict(stage=2, model="gpt2"),
     dict(stage=3, model="gpt2", freeze="attn"),
     dict(stage=2, gas=2, world=4, rank=3, zero={"round_robin_gradients": True}),
     dict(stage=3, gas=2, world=4, rank=1, zero={"zero_hpz_partition_size": 2}),
