@@ -35,7 +35,9 @@ def main() -> None:
     if args.use_peft:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     Trainer(model=model, args=training_args, train_dataset=RandomTokens(config.vocab_size, args.block_size)).train()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,7 @@ class Advice:
 
 
 # ---------------------------------------------------------------- judging
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 RESERVED_SPREAD = 0.03  # reserved depends on the order of requests: 0.2-3 % against the real allocator on held-out architectures
 
 
@@ -253,10 +255,20 @@ def causes_of(job: JobSpec, rank: RankPrediction) -> list[Cause]:
         if nbytes <= 0:
             continue
         text, field_name = _CAUSES[category](job)
-        labels = sorted(((label, n) for (c, label), n in rank.timeline.live.items() if c.value == category), key=lambda x: -x[1])
+        labels = _by_label(rank, category)
         children = tuple(Cause(category, label, n, "") for label, n in labels[:3] if len(labels) > 1)
         causes.append(Cause(category, text, nbytes, describe_origin(job, field_name), children))
     return causes
+
+
+def _by_label(rank: RankPrediction, category: str) -> list[tuple[str, int]]:
+    """Bytes of one category by label, largest first; layers that repeat are one ("model.layers.*.mlp")."""
+    totals: dict[str, int] = {}
+    for (c, label), nbytes in rank.timeline.live.items():
+        if c.value == category:
+            name = _LAYER_NUMBER.sub(".*", label)
+            totals[name] = totals.get(name, 0) + nbytes
+    return sorted(totals.items(), key=lambda x: -x[1])
 
 
 def describe_origin(job: JobSpec, field_name: str) -> str:

@@ -65,6 +65,8 @@ def _place(job: JobSpec, field: str) -> tuple[str, str]:
         return _deepspeed_file(job), DEEPSPEED_KEYS[field]
     if job.strategy.startswith("fsdp") and field in FSDP_KEYS and job.launch.config_file:
         return job.launch.config_file, FSDP_KEYS[field]
+    if field == "activation_checkpointing.enabled" and job.model.config is None:
+        return job.launch.script or "the training script", "checkpoint_wrapper round each wrapped layer"
     return job.launch.script or "the training script", SCRIPT.get(field, field)
 
 

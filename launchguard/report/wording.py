@@ -12,8 +12,8 @@ from launchguard.verdict import RankPrediction
 
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "communication", "temporaries", "overhead")
 
-# Too large to print, and told by another field: the parsed config.json stands behind model.source.
-_NOT_SHOWN = frozenset({"model.config"})
+# Told by another field: the parsed config.json stands behind model.source, and the folder that a callable is imported from too.
+_NOT_SHOWN = frozenset({"model.config", "model.python_path"})
 
 
 class EffectiveValue(NamedTuple):

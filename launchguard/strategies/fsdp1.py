@@ -56,6 +56,7 @@ class Fsdp1Engine(Engine):
         self.order: list[Handle] = []
         self.sync = True
         self.initialised = False
+        self.root_entered = False  # backward has reached the root's outputs
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
         self.optimizer: OptimizerStates | None = None
 
@@ -188,10 +189,15 @@ class Fsdp1Engine(Engine):
             self.order.append(self.of_module[0])
 
     def backward_begin(self) -> None:
-        if 0 in self.of_module:
-            self._pre_backward(self.of_module[0])
+        self.root_entered = False
 
     def backward_enter(self, module: int) -> None:
+        """Hooks on a unit's outputs; the root's run before all others, once the loss has been differentiated as far as its outputs."""
+        root = self.of_module.get(0)
+        if not self.root_entered:
+            self.root_entered = True
+            if root is not None:
+                self._pre_backward(root)
         h = self.of_module.get(module)
         if h is not None and not h.unit.is_root:
             self._pre_backward(h)

@@ -62,6 +62,7 @@ class Fsdp2Engine(Engine):
         self.previous_gather = 0  # all-gather output kept until the next group's copy-out
         self.reduce_input = 0
         self.sync = True
+        self.root_entered = False  # backward has reached the root's outputs
         self.optimizer: OptimizerStates | None = None
 
     def stored_dtype(self, i: int) -> str:
@@ -132,14 +133,20 @@ class Fsdp2Engine(Engine):
         g.is_gathered = True
         if self.shards == 1:
             return
-        staged = 0
+        inputs = [self.stream.alloc(0 if g.part else g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)]
         if self.spec.offload_params:
-            staged = self.stream.alloc(
-                sum(g.stored_bytes.values()), Category.COMMUNICATION, "shard copied to the device", ALL_GATHER_STREAM
-            )
-        cast = self.stream.alloc(0 if g.part else g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)
+            inputs = [self._copy_shard(g, i) for i in g.unit.params]
         g.gathered = self.stream.alloc(g.shard_bytes * self.shards, Category.COMMUNICATION, "all-gather output", ALL_GATHER_STREAM)
-        self.stream.free(cast, staged)
+        self.stream.free(*inputs)
+
+    def _copy_shard(self, g: Group, i: int) -> int:
+        """CPU offload: one parameter's shard on the device, then cast (_fsdp_param.py:all_gather_inputs)."""
+        copied = self.stream.alloc(g.stored_bytes[i], Category.COMMUNICATION, "shard copied to the device", ALL_GATHER_STREAM)
+        if self.trace.params[i].dtype == self.stored_dtype(i):
+            return copied
+        cast = self.stream.alloc(g.compute_bytes[i], Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)
+        self.stream.free(copied)
+        return cast
 
     def _wait(self, g: Group, forward: bool) -> None:
         """wait_for_unshard: copy out. In forward the flat output lives until the next group's call returns, whose locals hold it."""
@@ -217,11 +224,15 @@ class Fsdp2Engine(Engine):
             self.order.append(root)
 
     def backward_begin(self) -> None:
-        root = self.of_module.get(0)
-        if root is not None:
-            self._pre_backward(root)
+        self.root_entered = False
 
     def backward_enter(self, module: int) -> None:
+        """Hooks on a module's outputs; the root's run before all others, once the loss has been differentiated as far as its outputs."""
+        root = self.of_module.get(0)
+        if not self.root_entered:
+            self.root_entered = True
+            if root is not None:
+                self._pre_backward(root)
         g = self.of_module.get(module)
         if g is not None and not g.unit.is_root and g.forward_done:
             g.forward_done = False  # once per micro-batch
@@ -270,12 +281,13 @@ class Fsdp2Engine(Engine):
         self._reduce(g, g.accumulated or g.grads)
 
     def _reduce(self, g: Group, grads: dict[int, int]) -> None:
-        """foreach_reduce of one group's unsharded gradients."""
+        """foreach_reduce of one group's unsharded gradients; its loop variable holds the last of them until it returns."""
         self.stream.free(self.reduce_input)
         elements = sum(g.padded[i] for i in grads)
         reduce_dtype = self._reduce_dtype(g)
         reduce_bytes, stored = elements * dtype_bytes(reduce_dtype), self.stored_dtype(g.trainable[0])
         self.reduce_input = self.stream.alloc(reduce_bytes * self.shards, Category.COMMUNICATION, "reduce-scatter input")
+        last = grads.pop(max(grads)) if self.shards > 1 else 0
         self.stream.free(*grads.values())
         grads.clear()
         output = self.stream.alloc(reduce_bytes, Category.GRADIENTS, "sharded gradients", REDUCE_SCATTER_STREAM)
@@ -288,6 +300,7 @@ class Fsdp2Engine(Engine):
         else:
             g.sharded_grad = output
         g.has_sharded_grad = True
+        self.stream.free(last)
 
     def _reduce_dtype(self, g: Group) -> str:
         compute = self.trace.params[g.trainable[0]].dtype

@@ -145,7 +145,7 @@ def quantize(model: torch.nn.Module, quantization: dict[str, Any], load: str) ->
     _show_stand_in()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and name not in NOT_CONVERTED:
+            if isinstance(child, torch.nn.Linear) and not isinstance(child, _Quantised) and name not in NOT_CONVERTED:
                 setattr(parent, name, _quantised(child, quantization))
     holder: Any = model
     if method == "gptq4":

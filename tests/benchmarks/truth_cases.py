@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from truth_models import MEGATRON_STACKS, NotRun, checkpoint_of, lora_targets, model_of
+from truth_models import MEGATRON_STACKS, TRAINER_STACKS, NotRun, adapters_apart, checkpoint_of, lora_targets, model_of
 
 from launchguard.errors import InputError
 from launchguard.job import (
@@ -50,8 +50,7 @@ DEVICES: dict[str, dict[int, str]] = {
     "RTX4090": {0: "rtx4090"}, "RTX A5000": {0: "rtxa5000"}, "T4": {0: "t4"}, "RTX 4070 Ti SUPER": {0: "rtx4070tis"},
     "Titan RTX": {0: "24GB"}, "RTX A6000": {0: "rtxa6000"}, "H20": {0: "h20-96"}, "B200": {0: "b200"},
 }  # fmt: skip
-TRAINER_STACKS = ("hf_trainer", "llama-factory", "fms", "ms-swift", "axolotl", "trl")
-# hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": the bytes that they state after backward include the logits
+# hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": what they state after backward includes the logits
 KEEPS_OUTPUTS = ("hf + peft script",)
 LOOPS = {
     "trl": "sft",
@@ -320,9 +319,9 @@ def _ddp(case: Case) -> DdpSpec | None:
 def _wrap_classes(case: Case) -> tuple[str, ...]:
     """Class names where the case gives some; (): the model's own layers."""
     wrap = str(case["framework"].get("wrap") or "")
-    if "on their own" in wrap:
+    if adapters_apart(case):
         family = (case["model"].get("_config") or {}).get("model_type", "")
-        return (f"{family.capitalize()}DecoderLayer", "Linear")
+        return ("".join(part.capitalize() for part in family.split("_")) + "DecoderLayer", "Linear")
     names = tuple(n.strip() for n in wrap.split(","))
     return names if all(n.isidentifier() and n[0].isupper() for n in names) else ()
 

@@ -13,6 +13,7 @@ from launchguard.job import InputTensor, ModelSpec, Note
 Case = dict[str, Any]
 FACTORIES = str(Path(__file__).resolve().parents[1] / "measured")
 TOKENS = {"input_ids": InputTensor(("batch", "seq")), "labels": InputTensor(("batch", "seq"))}
+TRAINER_STACKS = ("hf_trainer", "llama-factory", "fms", "ms-swift", "axolotl", "trl")
 MEGATRON_STACKS = ("megatron-deepspeed", "megatron-lm", "megatron-bridge")
 
 
@@ -41,7 +42,7 @@ def model_of(case: Case, folder: Path, load: str, notes: list[Note]) -> ModelSpe
         {
             "loss": _loss(case),
             "checkpoint": checkpoint_of(case),
-            "rename_linears": _adapters_apart(case),
+            "rename_linears": adapters_apart(case),
             "liger": _liger_layers(case),
             "tiled": "tiled over the sequence" in str(case.get("activation_checkpointing_detail")),
         }
@@ -128,9 +129,12 @@ def _liger_layers(case: Case) -> bool:
     return "liger" in (case.get("loss_detail") or "").lower() and case["stack"] in ("arctic_training", "hf_trainer", "trl", "llama-factory")
 
 
-def _adapters_apart(case: Case) -> bool:
-    """Adapters in FSDP units of their own: a wrap policy needs them to differ in class from what they adapt."""
-    return case["method"]["type"] != "full" and "on their own" in str(case["framework"].get("wrap") or "")
+def adapters_apart(case: Case) -> bool:
+    """Adapters in FSDP1 units of their own (where the case says so, and under the Trainer: peft.utils.other.fsdp_auto_wrap_policy): a wrap
+    policy by class needs them to differ in class from what they adapt."""
+    framework = case["framework"]
+    trained_apart = framework["name"] == "fsdp1" and case["stack"] in TRAINER_STACKS
+    return case["method"]["type"] != "full" and ("on their own" in str(framework.get("wrap") or "") or trained_apart)
 
 
 def _described(case: Case) -> ModelSpec:

@@ -35,7 +35,7 @@ CASES: list[dict[str, Any]] = [
     dict(world=3, rank=0, **BF16),
     dict(world=3, rank=1, **BF16),
     dict(world=3, rank=2, **BF16),
-    dict(world=64, rank=63, **BF16),
+    dict(world=16, rank=15, **BF16),
     dict(tied=True, **BF16),
     dict(lora=True, freeze="lora", **BF16),
     dict(lora=True, freeze="lora", gas=2, **PURE),

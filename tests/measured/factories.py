@@ -33,7 +33,8 @@ def causal_lm(
     built.use_cache = False
     cls: Any = AutoModelForCausalLM._model_mapping[type(built)]
     if attention == "sdpa":
-        cls._supports_sdpa = True  # stands for flash-attn and kernels that a class may have without having SDPA
+        family = next(c for c in cls.__mro__ if c.__name__.endswith("PreTrainedModel"))
+        family._supports_sdpa = True  # stands for flash-attn and kernels that a class may have without having SDPA
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(
             built, dtype=getattr(torch, load), **({"attn_implementation": attention} if attention else {})
@@ -255,20 +256,20 @@ class _Offloaded(torch.autograd.Function):
     """A checkpointed layer whose input waits on the host (unsloth's and TRL's offloaded gradient checkpointing)."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], kwargs: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-        ctx.run, ctx.kwargs, ctx.device = run, kwargs, hidden.device
+    def forward(ctx: Any, run: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.device = run, hidden.device
         ctx.saved = hidden.to("cpu")
         with torch.no_grad():
-            out = run(hidden, **kwargs)
+            out = run(hidden)
         return out[0] if isinstance(out, tuple) else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         hidden = ctx.saved.to(ctx.device).detach().requires_grad_()
         with torch.enable_grad():
-            out = ctx.run(hidden, **ctx.kwargs)
+            out = ctx.run(hidden)
         torch.autograd.backward(out[0] if isinstance(out, tuple) else out, grad)
-        return None, None, hidden.grad
+        return None, hidden.grad
 
 
 def offload(model: nn.Module) -> None:
@@ -276,7 +277,7 @@ def offload(model: nn.Module) -> None:
     if hasattr(model, "enable_input_require_grads"):
         model.enable_input_require_grads()
     for _, _, layer in _decoder_layers(model):
-        layer.forward = _checkpointed(layer.forward, lambda run, hidden, **k: _Offloaded.apply(run, k, hidden))
+        layer.forward = _checkpointed(layer.forward, lambda run, hidden, *a, **k: _Offloaded.apply(lambda x: run(x, *a, **k), hidden))
 
 
 def _checkpointed(run: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
