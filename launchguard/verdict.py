@@ -9,7 +9,7 @@ from typing import Any
 
 from launchguard.allocator import replay
 from launchguard.errors import InputError
-from launchguard.events import Category, MemoryTimeline, OutOfMemory, RankSchedule, StepTrace
+from launchguard.events import Category, MemoryTimeline, OutOfMemory, RankSchedule, StepTrace, TraceOp
 from launchguard.job import JobSpec, Note
 from launchguard.profiles import DeviceProfile, communicator_bytes
 from launchguard.units import parse_bytes
@@ -233,6 +233,12 @@ def _confidence(job: JobSpec, trace: StepTrace) -> Confidence:
     unmodelled = [n.message for n in job.notes if n.code.startswith("LG3")]
     unmodelled += list(trace.facts.get("unknown", ()))
     assumed = [n.message for n in job.notes if n.code.startswith("LG21")]
+    if trace.facts.get("value_reads"):
+        assumed.append(f"forward reads values, taken as zero, at {', '.join(trace.facts['value_reads'][:3])}")
+    reached = {e.a for e in trace.events if e.op is TraceOp.GRAD}
+    idle = sum(p.requires_grad and i not in reached for i, p in enumerate(trace.params))
+    if idle:
+        assumed.append(f"{idle} trainable parameters get no gradient from the simulated batch (is a modality missing?)")
     if unmodelled:
         return Confidence("low", tuple(unmodelled + assumed))
     return Confidence("medium" if assumed else "high", tuple(assumed))

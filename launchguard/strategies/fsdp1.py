@@ -6,7 +6,9 @@ accelerator.py:prepare_model; checked against the real code in tests/conformance
 
 from __future__ import annotations
 
-from launchguard.events import Category, Op, RankSchedule, StepTrace
+from collections.abc import Sequence
+
+from launchguard.events import Category, Op, RankSchedule, StepTrace, TraceOp
 from launchguard.job import FsdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, broadcast_coalesced, schedule_of
@@ -16,6 +18,7 @@ from launchguard.units import ceil_div, dtype_bytes, round_up
 
 PRE_UNSHARD_STREAM, UNSHARD_STREAM, POST_BACKWARD_STREAM = 3, 1, 2  # _runtime_utils.py:_init_streams
 ALIGNMENT_BYTES = 16  # use_orig_params: every parameter starts at a multiple (_flat_param.py:_get_aligned_numel)
+SHARDED_GRADIENT = (Category.GRADIENTS, "sharded gradients", POST_BACKWARD_STREAM)
 KEEPS_UNSHARDED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 
 
@@ -28,19 +31,16 @@ class Handle:
         self.trainable = [i for i in unit.params if params[i].requires_grad]
         self.compute = params[unit.params[0]].dtype
         self.stored = engine.stored_dtype(unit.params[0]) if not self.trainable else engine.stored_dtype(self.trainable[0])
-        numel = sum(params[i].numel for i in unit.params)
-        if engine.spec.use_orig_params:
-            step = ALIGNMENT_BYTES // dtype_bytes(self.compute)
-            numel = sum(round_up(params[i].numel, step) for i in unit.params)
+        self.offsets, numel = engine.layout(unit.params, self.compute)
         self.numel = numel
         self.shard = numel if engine.replicated else ceil_div(numel, engine.shards)
         self.full = numel if engine.replicated else self.shard * engine.shards
         self.mixed = self.compute != self.stored
         self.keep = unit.is_root or engine.spec.sharding_strategy in KEEPS_UNSHARDED
-        self.flat_param = self.unsharded = 0
+        self.flat_param = self.viewed = self.unsharded = 0  # handles; viewed: what the original parameters still look into
         self.grads: dict[int, int] = {}
         self.flat_grad = self.sharded_grad = 0
-        self.reduced = False
+        self.awaits_backward = False  # ran forward with an output that needs a gradient (_needs_pre_backward_unshard)
 
 
 class Fsdp1Engine(Engine):
@@ -50,15 +50,28 @@ class Fsdp1Engine(Engine):
         self.replicated = self.spec.sharding_strategy == "NO_SHARD" or job.world_size == 1  # FSDP1 turns a world of one into NO_SHARD
         self.shards = self.spec.shard_group_size or job.world_size
         self.mixed = job.precision.compute != job.precision.storage
+        self.differentiable = {e.a for e in trace.events if e.op is TraceOp.BACKWARD_ENTER}
         self.handles = [Handle(u, self) for u in units_of(trace, self.spec)]
         self.of_module = {m: h for h in self.handles for m in h.unit.modules}
         self.of_param = {i: h for h in self.handles for i in h.unit.params}
-        self.order: list[Handle] = []
+        self.order: list[Handle] = []  # post-forward order of this micro-batch
+        self.forward_order: list[Handle] = []  # pre-forward order, recorded in the first micro-batch
+        self.first = True
         self.sync = True
         self.initialised = False
         self.root_entered = False  # backward has reached the root's outputs
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
         self.optimizer: OptimizerStates | None = None
+
+    def layout(self, params: Sequence[int], compute: str) -> tuple[list[int], int]:
+        """Where each parameter starts in the flat one, and its numel. use_orig_params: parameters start at 16 bytes, and the end is padded
+        to a multiple of the ranks (_flat_param.py:_init_flat_param_and_metadata)."""
+        aligned = ALIGNMENT_BYTES // dtype_bytes(compute) if self.spec.use_orig_params else 1
+        offsets, total = [], 0
+        for i in params:
+            offsets.append(round_up(total, aligned))
+            total = offsets[-1] + self.trace.params[i].numel
+        return offsets, round_up(total, self.shards) if self.spec.use_orig_params else total
 
     def stored_dtype(self, i: int) -> str:
         p = self.trace.params[i]
@@ -80,7 +93,10 @@ class Fsdp1Engine(Engine):
         for h in [root, *self.handles[:-1]]:
             if load != h.stored and not self.spec.offload_params:
                 upcast = self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.PARAMETERS, "sharded parameters")
-                self.stream.free(h.flat_param)
+                if self.spec.use_orig_params:  # the original parameters look into the old one until the unit is resharded
+                    h.viewed = h.flat_param
+                else:
+                    self.stream.free(h.flat_param)
                 h.flat_param = upcast
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, [self._stepped()], on_device=not self.spec.offload_params)
 
@@ -108,14 +124,11 @@ class Fsdp1Engine(Engine):
             if not self.spec.use_orig_params:
                 stepped.append(SteppedTensor((h.shard,), h.stored))
                 continue
-            step, offset = ALIGNMENT_BYTES // dtype_bytes(h.compute), 0
             low = 0 if self.replicated else (self.rank % self.shards) * h.shard
-            for i in h.unit.params:
-                n = self.trace.params[i].numel
-                mine = min(offset + n, low + h.shard) - max(offset, low)
+            for i, offset in zip(h.unit.params, h.offsets):
+                mine = min(offset + self.trace.params[i].numel, low + h.shard) - max(offset, low)
                 if mine > 0 and self.trace.params[i].requires_grad:
                     stepped.append(SteppedTensor((mine,), h.stored))
-                offset += round_up(n, step)
         return stepped
 
     def _lazy_init(self) -> None:
@@ -147,49 +160,50 @@ class Fsdp1Engine(Engine):
         h.unsharded = self.stream.alloc(h.full * dtype_bytes(h.compute), Category.PARAMETERS, "unsharded parameters", UNSHARD_STREAM)
         self.stream.free(cast, staged)
 
-    def _reshard(self, h: Handle) -> None:
-        self.stream.free(h.unsharded)
-        h.unsharded = 0
+    def _reshard(self, h: Handle, free: bool = True) -> None:
+        """FlatParamHandle.reshard and post_reshard; NO_SHARD's low-precision copy always goes."""
+        if free or self.replicated:
+            self.stream.free(h.unsharded)
+            h.unsharded = 0
+        self.stream.free(h.viewed)
+        h.viewed = 0
 
     # marks -------------------------------------------------------------------------------------------------------------
     def begin_micro_batch(self, last: bool) -> None:
         self.sync = last or self.spec.sync_each_batch
         self.order = []
-        for h in self.handles:
-            h.reduced = False
 
-    def forward_begin(self) -> None:
+    def _root_pre_forward(self) -> None:
         self.stream.free(*self.stale)
         self.stale = []
         if not self.initialised:
             self._lazy_init()
-        if 0 in self.of_module:
-            self._unshard(self.of_module[0])
 
     def enter(self, module: int, recompute: bool) -> None:
+        if module == 0 and not recompute:
+            self._root_pre_forward()
         h = self.of_module.get(module)
-        if h is None or h.unit.is_root:
+        if h is None:
             return
+        if self.first and not recompute:
+            self.forward_order.append(h)
         self._unshard(h)
-        if self.spec.forward_prefetch and not recompute:
-            later = self.handles.index(h) + 1
-            if later < len(self.handles):
-                self._unshard(self.handles[later])
+        later = self.forward_order.index(h) + 1
+        if self.spec.forward_prefetch and not recompute and later < len(self.forward_order):
+            self._unshard(self.forward_order[later])
 
     def exit(self, module: int, recompute: bool) -> None:
+        """_post_forward_reshard; strategies that keep the unit also keep the views into it (skip_use_sharded_views)."""
         h = self.of_module.get(module)
-        if h is None or h.unit.is_root or recompute:
+        if h is None or recompute:
             return
         self.order.append(h)
-        if not h.keep:
-            self._reshard(h)
-
-    def forward_end(self) -> None:
-        if 0 in self.of_module:
-            self.order.append(self.of_module[0])
+        h.awaits_backward = module in self.differentiable
+        if not h.keep or h.unit.is_root and self.spec.sharding_strategy not in KEEPS_UNSHARDED or self.replicated:
+            self._reshard(h, free=not h.keep)
 
     def backward_begin(self) -> None:
-        self.root_entered = False
+        self.root_entered = self.first = False
 
     def backward_enter(self, module: int) -> None:
         """Hooks on a unit's outputs; the root's run before all others, once the loss has been differentiated as far as its outputs."""
@@ -204,13 +218,16 @@ class Fsdp1Engine(Engine):
 
     def _pre_backward(self, h: Handle) -> None:
         self._unshard(h)
+        h.awaits_backward = False
         if self.spec.backward_prefetch == "BACKWARD_PRE":
             self._prefetch_before(h)
 
     def _prefetch_before(self, h: Handle) -> None:
-        """get_handle_to_backward_prefetch: the unit before this one in the post-forward order of the same iteration."""
+        """get_handle_to_backward_prefetch: the unit before this one in the post-forward order, unless its own backward has begun."""
         if h in self.order and self.order.index(h) > 0:
-            self._unshard(self.order[self.order.index(h) - 1])
+            target = self.order[self.order.index(h) - 1]
+            if target.awaits_backward:
+                self._unshard(target)
 
     def grad(self, param: int, handle: int) -> None:
         h = self.of_param[param]
@@ -220,14 +237,17 @@ class Fsdp1Engine(Engine):
             h.grads[param] = handle
             if len(self.trace.params[param].owners) > 1:
                 self._sum_on_unshard_stream(handle)
-        if len(h.grads) == len(h.trainable):
-            self._post_backward(h)
 
     def backward_exit(self, module: int) -> None:
-        """A frozen unit has no gradient to wait for: it is resharded when its inputs' gradients are ready."""
+        """The unit's flat parameter was split before its forward ran, so autograd runs the split's backward after all nodes of the unit.
+        A frozen unit has no gradient to wait for: it is resharded when its inputs' gradients are ready."""
         h = self.of_module.get(module)
-        if h is not None and not h.trainable and not h.unit.is_root:
+        if h is None or h.unit.is_root:
+            return
+        if not h.trainable:
             self._reshard(h)
+        elif len(h.grads) == len(h.trainable):
+            self._post_backward(h)
 
     def backward_end(self) -> None:
         for h in self.handles:
@@ -252,44 +272,43 @@ class Fsdp1Engine(Engine):
         flat = self.stream.alloc(h.numel * dtype_bytes(h.compute), Category.GRADIENTS, "flat gradient", UNSHARD_STREAM)
         self.stream.free(*h.grads.values())
         h.grads = {}
-        if h.flat_grad:  # no_sync left one: the new gradient is added to it
-            self.stream.free(flat)
-            flat = h.flat_grad
-            h.flat_grad = 0
-        if self.sync or not h.keep:
-            self._reshard(h)
+        added = 0
+        if h.flat_grad:  # no_sync left one: the new gradient is added to it, and the hook's arguments hold it
+            added, flat, h.flat_grad = flat, h.flat_grad, 0
+        self._reshard(h, free=self.sync or not h.keep or h.unit.is_root and self.spec.sharding_strategy not in KEEPS_UNSHARDED)
         if self.spec.backward_prefetch == "BACKWARD_POST":
             self._prefetch_before(h)
-        if not self.sync:
+        if self.sync:
+            self._reduce(h, flat)
+        else:
             h.flat_grad = flat
-            return
-        self._reduce(h, flat)
+        self.stream.free(added)
 
     def _reduce(self, h: Handle, flat: int) -> None:
         reduce_dtype = self.job.precision.reduce if self.mixed else h.compute
         cast = padded = 0
         if reduce_dtype != h.compute:
-            cast = self.stream.alloc(
-                h.numel * dtype_bytes(reduce_dtype), Category.COMMUNICATION, "gradient in the reduce dtype", POST_BACKWARD_STREAM
-            )
-        if self.replicated:
-            self._keep_sharded(h, cast or flat, flat if cast else 0)
-            return
-        if h.numel % self.shards:
-            padded = self.stream.alloc(h.full * dtype_bytes(reduce_dtype), Category.COMMUNICATION, "padded gradient", POST_BACKWARD_STREAM)
-        shard = self.stream.alloc(h.shard * dtype_bytes(reduce_dtype), Category.GRADIENTS, "sharded gradients", POST_BACKWARD_STREAM)
+            cast = self._temporary(h.numel * dtype_bytes(reduce_dtype), "gradient in the reduce dtype")
+        shard, used = cast or flat, flat if cast else 0
+        if not self.replicated:
+            if h.numel % self.shards:
+                padded = self._temporary(h.full * dtype_bytes(reduce_dtype), "padded gradient")
+            shard, used = self.stream.alloc(h.shard * dtype_bytes(reduce_dtype), *SHARDED_GRADIENT), flat
         if reduce_dtype != h.stored:
-            stored = self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.GRADIENTS, "sharded gradients", POST_BACKWARD_STREAM)
-            self.stream.free(shard)
+            stored = self.stream.alloc(h.shard * dtype_bytes(h.stored), *SHARDED_GRADIENT)
+            if not (self.replicated and shard == flat):
+                self.stream.free(shard)
+            else:
+                used = flat
             shard = stored
-        self._keep_sharded(h, shard, flat, cast, padded)
-
-    def _keep_sharded(self, h: Handle, shard: int, *temporaries: int) -> None:
         if h.sharded_grad or self.spec.offload_params:
             self.stream.free(shard)  # added to the shard that is there, or copied to the host
         else:
             h.sharded_grad = shard
-        self.stream.free(*temporaries)
+        self.stream.free(used, padded, 0 if cast == shard else cast)
+
+    def _temporary(self, nbytes: int, label: str) -> int:
+        return self.stream.alloc(nbytes, Category.COMMUNICATION, label, POST_BACKWARD_STREAM)
 
     # step --------------------------------------------------------------------------------------------------------------
     def step(self) -> None:

@@ -186,15 +186,9 @@ class Fsdp2Engine(Engine):
             g.forward_done = g.reduced = False
             g.first_entered = -1
 
-    def forward_begin(self) -> None:
-        root = self.of_module.get(0)
-        if root is not None:
-            self._unshard(root)
-            self._wait(root, forward=True)
-
     def enter(self, module: int, recompute: bool) -> None:
         g = self.of_module.get(module)
-        if g is not None and not recompute and not g.unit.is_root:
+        if g is not None and not recompute:
             g.first_entered = module if g.first_entered < 0 else g.first_entered
             self._unshard(g)
             self._wait(g, forward=True)

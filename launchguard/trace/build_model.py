@@ -15,6 +15,7 @@ from launchguard.trace.cuda_semantics import DEVICE
 from launchguard.trace.request import TraceRequest
 
 NOT_CONFIG = ("architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
+IMAGE_SIZE = 224  # of models whose config leaves it to the image processor
 DEFAULT_TASKS = {"vit": "AutoModelForImageClassification", "t5": "AutoModelForSeq2SeqLM", "bart": "AutoModelForSeq2SeqLM"}
 
 
@@ -236,7 +237,8 @@ def _shapes_of(model: torch.nn.Module, request: TraceRequest) -> dict[str, tuple
     b, s = request.batch, request.seq
     main = getattr(model, "main_input_name", "input_ids")
     if main == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size, config.image_size)
+        side = getattr(config, "image_size", IMAGE_SIZE)
+        size = side if isinstance(side, (list, tuple)) else (side, side)
         return {"pixel_values": ((b, getattr(config, "num_channels", 3), *size), "float32"), "labels": ((b,), "int64")}
     if main == "input_features":
         frames = (b, config.num_mel_bins, 2 * config.max_source_positions)
@@ -247,4 +249,6 @@ def _shapes_of(model: torch.nn.Module, request: TraceRequest) -> dict[str, tuple
         out |= {"start_positions": ((b,), "int64"), "end_positions": ((b,), "int64")}
     else:
         out["labels"] = ((b,) if per_sequence else (b, s), "int64")
+    if getattr(config, "is_encoder_decoder", False) and not per_sequence:
+        out["decoder_input_ids"] = ((b, s), "int64")  # what the collator makes of the labels
     return out

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launchguard.events import ModuleInfo, ParamInfo, StepTrace, TraceEvent, TraceOp
@@ -83,8 +83,10 @@ class Tracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func in VALUE_READS:
             return self._read_value(args[0])
-        if func is aten._to_copy.default and getattr(args[0], "constant", None) is not None:
-            args[0].constant = None  # fake mode would move the real value to a device that has none
+        if func is aten._to_copy.default and torch.device((kwargs or {}).get("device") or "cpu").type == DEVICE:
+            if not isinstance(args[0], FakeTensor):  # an index list, made by C++: fake mode would move real values to a device without any
+                return self._born(torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=DEVICE))
+            args[0].constant = None
         if func in MATMULS and not self._warm[self.in_backward]:
             self._warm[self.in_backward] = True
             self.mark(TraceOp.MATMUL)
@@ -100,6 +102,10 @@ class Tracker(TorchDispatchMode):
         if scratch is not None:
             self._touch(scratch(self.card, args, out))
         return out
+
+    def _born(self, t: torch.Tensor) -> torch.Tensor:
+        self.see(t)
+        return t
 
     def _read_value(self, t: torch.Tensor) -> bool | int | float:
         """Host code asks for a value: there is none, so it reads zero, and the trace says who asked."""

@@ -97,7 +97,8 @@ class Semantics:
         torch.tensor = self._device_tensor
         torch.nn.functional.rms_norm = self._rms_norm
         torch.clear_autocast_cache = self._clear_autocast_cache(torch.clear_autocast_cache)
-        torch.Tensor.all = _all_true(torch.Tensor.all)
+        torch.Tensor.__getitem__ = _tensor_indices(torch.Tensor.__getitem__)
+        torch.Tensor.all = torch.all = _all_true(torch.Tensor.all)
 
     # ------------------------------------------------------------------------------------------------ autocast
     def _install_autocast(self) -> None:
@@ -277,6 +278,18 @@ class _GroupedEfficient(torch.autograd.Function):
         dk, dv = torch.empty_like(key), torch.empty_like(value)
         del expanded, scratch
         return dq, dk, dv
+
+
+def _tensor_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """x[..., [1, 2]]: C++ would move the list to the device as real values, below every mode; as a tensor it is moved like any other."""
+
+    def getitem(self: torch.Tensor, index: Any) -> Any:
+        if self.device.type == DEVICE and isinstance(index, (tuple, list)):
+            parts = tuple(torch.tensor(i) if isinstance(i, list) else i for i in (index if isinstance(index, tuple) else (index,)))
+            return original(self, parts)
+        return original(self, index)
+
+    return getitem
 
 
 def _all_true(original: Callable[..., Any]) -> Callable[..., Any]:

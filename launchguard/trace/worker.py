@@ -98,8 +98,7 @@ def _release(version: str) -> tuple[int, int]:
 
 def _facts(model: Any, request: TraceRequest) -> dict[str, Any]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    embedding = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
-    output = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    embedding, output = _embedding(base, "get_input_embeddings"), _embedding(base, "get_output_embeddings")
     names = {id(m): n for n, m in model.named_modules()}
     return {
         "no_split_modules": sorted(getattr(base, "_no_split_modules", None) or []),
@@ -109,6 +108,14 @@ def _facts(model: Any, request: TraceRequest) -> dict[str, Any]:
         "model_class": type(base).__name__,
         "base_model_prefix": getattr(model, "base_model_prefix", ""),
     }
+
+
+def _embedding(model: Any, getter: str) -> Any:
+    """The module that a Hugging Face getter names; models without one raise NotImplementedError."""
+    try:
+        return getattr(model, getter, lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def _fix_libraries() -> None:

@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,15 @@ def _run_some(
     done = 0
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = [(i, pool.submit(run_case, work[i][0], work[i][1], use_cache, timeout_s)) for i in indexes]
-        for i, future in futures:
+        futures = {pool.submit(run_case, work[i][0], work[i][1], use_cache, timeout_s): i for i in indexes}
+        for future in as_completed(futures):
+            i = futures[future]
             try:
                 results[i] = result = future.result()
             except BrokenProcessPool:
                 break
             done += 1
-            print(f"[{i + 1}/{len(work)}] {_line(result)}", file=sys.stderr, flush=True)
+            print(f"[{len(work) - results.count(None)}/{len(work)}] {_line(result)}", file=sys.stderr, flush=True)
     return done
 
 

@@ -71,14 +71,14 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 def start() -> Any:
     """Register the device; returns the FakeTensorMode."""
-    os.environ.update(TOKENIZERS_PARALLELISM="false")
+    os.environ.update(TOKENIZERS_PARALLELISM="false", FSDP_SKIP_WRITEBACK_CHECK="1")  # it compares data pointers, which fakes lack
     import torch
     import torch.distributed._tools.fake_collectives
     import torch.distributed.fsdp
     import torch.distributed.fsdp._common_utils as common
     import torch.distributed.fsdp._flat_param as flat_param
     import torch.distributed.fsdp._runtime_utils as runtime
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
     Stream.current = Stream()
@@ -98,6 +98,7 @@ def start() -> Any:
             return mesh_info._get_post_forward_mesh_info(*args)
 
     fully_shard._get_post_forward_mesh_info = real_mesh
+    FakeTensor.data_ptr = lambda t: t.untyped_storage()._cdata + t.storage_offset() * t.itemsize  # type: ignore[method-assign]
     for place in (common, flat_param, runtime):  # a hint to the caching allocator; needs a real stream
         place._no_dispatch_record_stream = lambda tensor, stream: None
     return FakeTensorMode(allow_non_fake_inputs=True)
