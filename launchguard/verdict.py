@@ -282,6 +282,8 @@ def describe_origin(job: JobSpec, field_name: str) -> str:
     if not field_name:
         return ""
     value = job.get(field_name)
+    if field_name == "allocator_conf" and not value:
+        return "PYTORCH_CUDA_ALLOC_CONF is not set"
     return f"{job.origin(field_name)} = {'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
 
 

@@ -19,7 +19,12 @@ from launchguard.job import JobSpec
 from launchguard.verdict import Advice, Verdict, worst_rank
 
 Simulate = Callable[[JobSpec], Verdict]
-ORDER = ("checkpoint_activations", "raise_sharding", "shrink_micro_batch")  # no cost in numerics first, throughput last
+ORDER = (
+    "expandable_segments",
+    "checkpoint_activations",
+    "raise_sharding",
+    "shrink_micro_batch",
+)  # no cost in numerics first, throughput last
 
 
 def advise(verdict: Verdict, simulate: Simulate) -> list[Advice]:

@@ -56,6 +56,8 @@ def _spelled(field: str, new: Any) -> Any:
 
 
 def _place(job: JobSpec, field: str) -> tuple[str, str]:
+    if field == "allocator_conf":
+        return "environment", "PYTORCH_CUDA_ALLOC_CONF"
     origin = job.origin(field)
     if field in job.origins and origin.key and not origin.source.startswith("default of") and field != "strategy":
         return origin.source, origin.key

@@ -40,6 +40,7 @@ class Handle:
         self.flat_param = self.viewed = self.unsharded = 0  # handles; viewed: what the original parameters still look into
         self.grads: dict[int, int] = {}
         self.flat_grad = self.sharded_grad = 0
+        self.split_early = False  # prefetched in forward, before the unit in front of it ran
         self.awaits_backward = False  # ran forward with an output that needs a gradient (_needs_pre_backward_unshard)
 
 
@@ -60,6 +61,7 @@ class Fsdp1Engine(Engine):
         self.sync = True
         self.initialised = False
         self.root_entered = False  # backward has reached the root's outputs
+        self.delayed: Handle | None = None  # its split's backward waits for the unit before it
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
         self.optimizer: OptimizerStates | None = None
 
@@ -191,6 +193,7 @@ class Fsdp1Engine(Engine):
         later = self.forward_order.index(h) + 1
         if self.spec.forward_prefetch and not recompute and later < len(self.forward_order):
             self._unshard(self.forward_order[later])
+            self.forward_order[later].split_early = True
 
     def exit(self, module: int, recompute: bool) -> None:
         """_post_forward_reshard; strategies that keep the unit also keep the views into it (skip_use_sharded_views)."""
@@ -239,17 +242,20 @@ class Fsdp1Engine(Engine):
                 self._sum_on_unshard_stream(handle)
 
     def backward_exit(self, module: int) -> None:
-        """The unit's flat parameter was split before its forward ran, so autograd runs the split's backward after all nodes of the unit.
-        A frozen unit has no gradient to wait for: it is resharded when its inputs' gradients are ready."""
+        """The unit's flat parameter was split before its forward ran, so autograd runs the split's backward after all nodes of the unit; if it
+        was prefetched, after those of the unit before it, too. A frozen unit is resharded when its inputs' gradients are ready."""
         h = self.of_module.get(module)
         if h is None or h.unit.is_root:
             return
         if not h.trainable:
             self._reshard(h)
         elif len(h.grads) == len(h.trainable):
-            self._post_backward(h)
+            for ready in [k for k in (self.delayed, None if h.split_early else h) if k is not None]:
+                self._post_backward(ready)
+            self.delayed = h if h.split_early else None
 
     def backward_end(self) -> None:
+        self.delayed = None
         for h in self.handles:
             if h.grads:
                 self._post_backward(h)
@@ -271,7 +277,7 @@ class Fsdp1Engine(Engine):
         Autograd runs it on the stream that split the flat parameter in forward (_runtime_utils.py:_unshard)."""
         flat = self.stream.alloc(h.numel * dtype_bytes(h.compute), Category.GRADIENTS, "flat gradient", UNSHARD_STREAM)
         self.stream.free(*h.grads.values())
-        h.grads = {}
+        h.grads, h.split_early = {}, False
         added = 0
         if h.flat_grad:  # no_sync left one: the new gradient is added to it, and the hook's arguments hold it
             added, flat, h.flat_grad = flat, h.flat_grad, 0

@@ -133,9 +133,10 @@ class Fsdp2Engine(Engine):
         g.is_gathered = True
         if self.shards == 1:
             return
-        inputs = [self.stream.alloc(0 if g.part else g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)]
         if self.spec.offload_params:
             inputs = [self._copy_shard(g, i) for i in g.unit.params]
+        else:
+            inputs = [self.stream.alloc(0 if g.part else g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)]
         g.gathered = self.stream.alloc(g.shard_bytes * self.shards, Category.COMMUNICATION, "all-gather output", ALL_GATHER_STREAM)
         self.stream.free(*inputs)
 
@@ -268,7 +269,7 @@ class Fsdp2Engine(Engine):
             self.stream.free(g.gathered)
             g.gathered, g.is_gathered = 0, False
         self._reshard(g)
-        if g.accumulated or not self.sync:
+        if g.accumulated or g.grads and not self.sync:
             self._accumulate_unsharded(g)
         if not self.sync or not (g.grads or g.accumulated):
             return

@@ -39,7 +39,7 @@ def needs(job: JobSpec) -> int:
 
 
 def test_the_room_is_what_the_registry_lists() -> None:
-    assert set(registry.names("advice")) == {"checkpoint_activations", "raise_sharding", "shrink_micro_batch"}
+    assert set(registry.names("advice")) == {"checkpoint_activations", "expandable_segments", "raise_sharding", "shrink_micro_batch"}
     for module in registry.load_all("advice").values():
         assert module.CODE.startswith("LG4") and module.SAFETY in ("safe", "review") and module.COST
 

@@ -300,6 +300,7 @@ def _fsdp(case: Case, loop: str) -> FsdpSpec | None:
         accelerate_grouping=version == 2 and accelerated,
         sync_module_states=version == 1 and loop == "trainer",
         shard_group_size=group,
+        sync_each_batch=_syncs_each_batch(case, version, accelerated),
     )
 
 
@@ -314,6 +315,18 @@ def _ddp(case: Case) -> DdpSpec | None:
         gradient_as_bucket_view=torch_args.get("gradient_as_bucket_view", False),
         static_graph=torch_args.get("static_graph", False),
     )
+
+
+def _syncs_each_batch(case: Case, version: int, accelerated: bool) -> bool:
+    """Gradients are reduced after every micro-batch unless the loop asks otherwise. Lightning does (no_backward_sync); Accelerate does for
+    FSDP1, and for FSDP2 since its pull request 3762 of September 2025 (1.11): a case that states no version is older."""
+    if case["stack"] == "vgpu":
+        return False
+    if case["stack"].startswith(("litgpt", "lightning")):
+        return False
+    stated = str((case.get("versions") or {}).get("accelerate") or "0.0").split(".")
+    recent = tuple(int(part) for part in stated[:2] if part.isdigit()) >= (1, 11)
+    return not accelerated or (version == 2 and not recent)
 
 
 def _wrap_classes(case: Case) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def _loss(case: Case) -> dict[str, Any] | None:
         if "output chunks" in detail:
             return {"kind": "output_chunks", "chunk": number or 8}
         if "policy" in detail or "lm head in chunks" in detail:
-            return {"kind": "token_chunks", "chunk": number or 2048}
+            return {"kind": "vocabulary_chunks", "chunk": number or 2048}
         return {"kind": "chunked_head" if "head" in detail else "chunked_cross_entropy", "chunk": number or 128}
     if kind == "full_logits":
         return {"kind": "triton" if "triton" in detail else "compute_dtype"}

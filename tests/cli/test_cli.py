@@ -151,6 +151,19 @@ def test_run_launches_what_it_cannot_tell(tmp_path: Path) -> None:
     assert launchguard("run", "--strict", "--device", "24GiB", "--", sys.executable, "train.py", cwd=tmp_path).returncode == 125
 
 
+def test_a_fault_of_launchguard_does_not_stop_a_job(job: list[str], tmp_path: Path) -> None:
+    """With its engine broken (here: made impossible to import) `run` warns and launches, and with --strict ends with 125."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text("import sys\nsys.modules['launchguard.preflight'] = None\n")
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    env = {"PYTHONPATH": str(broken)}
+    done = launchguard("run", "--device", "24GiB", "--", *job, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "launchguard failed" in done.stderr and "launched" in done.stderr
+    assert launchguard("run", "--strict", "--device", "24GiB", "--", *job, cwd=tmp_path, env=env).returncode == 125
+
+
 def test_run_refuses_a_job_whose_own_file_is_broken(job: list[str], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("{")
     command = ["deepspeed", "--num_gpus", "2", *job[1:], "--deepspeed", "ds.json"]

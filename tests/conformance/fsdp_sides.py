@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launchguard.events import MemoryEvent, Op
-from launchguard.job import FsdpSpec, JobSpec, LaunchSpec, ModelSpec, OptimizerSpec, Precision
+from launchguard.job import DdpSpec, FsdpSpec, JobSpec, LaunchSpec, ModelSpec, OptimizerSpec, Precision
 from launchguard.profiles import device
-from launchguard.strategies import fsdp1, fsdp2
+from launchguard.strategies import ddp, fsdp1, fsdp2
 
 ROOT = Path(__file__).parents[2]
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -39,6 +39,16 @@ def name_of(case: dict[str, Any]) -> str:
 
 def job_of(case: dict[str, Any]) -> JobSpec:
     """The case as a JobSpec."""
+    if case["kind"] == "ddp":
+        spec = DdpSpec(gradient_as_bucket_view=case["view"], static_graph=case["static"], find_unused_parameters=case["unused"])
+        return JobSpec(
+            LaunchSpec("torchrun", (), ".", "train.py"), ModelSpec("tiny"), strategy="ddp", gradient_accumulation_steps=case["gas"],
+            optimizer=OptimizerSpec("adamw", "fused"), ddp=spec,
+        )  # fmt: skip
+    return _sharded_job(case)
+
+
+def _sharded_job(case: dict[str, Any]) -> JobSpec:
     split = case["replicate"] > 1
     spec = FsdpSpec(
         version=int(case["kind"][-1]), sharding_strategy=case["strategy"], reshard_after_forward=case["reshard"],
@@ -109,7 +119,7 @@ def compare(result: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
     """(phase, quantity, predicted bytes, real bytes)."""
     case, trace = result["case"], result["trace"]
     card = dataclasses.replace(device("a100-80-sxm"), cublas_workspace_bytes=0)
-    module = fsdp1 if case["kind"] == "fsdp1" else fsdp2
+    module = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}[case["kind"]]
     ours = replay(module.schedule(job_of(case), trace, (case["rank"],), card).events)
     real = merged(result["phases"])
     for name, phase in real.items():

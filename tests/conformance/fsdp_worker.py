@@ -29,7 +29,7 @@ DEVICE = "simgpu"
 CASE: dict[str, Any] = dict(
     kind="fsdp2", model="tiny", storage="float32", compute="float32", reduce="float32", world=2, rank=0, reshard=True, gas=1, sync=False,
     replicate=1, tied=False, freeze="", checkpoint="", grouping=False, offload=False, strategy="FULL_SHARD", orig=False, prefetch=None,
-    forward_prefetch=False, wrap="layers", load="", clip=False, sync_states=False, lora=False,
+    forward_prefetch=False, wrap="layers", load="", clip=False, sync_states=False, lora=False, width=37, vocabulary=203,
 )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def _tiny(case: dict[str, Any]) -> Any:
         _no_split_modules = ["Block"]
         base_model_prefix = ""
 
-        def __init__(self, width: int = 37, vocabulary: int = 203) -> None:
+        def __init__(self, width: int = case["width"], vocabulary: int = case["vocabulary"]) -> None:
             super().__init__()
             self.embed = nn.Embedding(vocabulary, width)
             self.layers = nn.ModuleList(Block(width) for _ in range(3))
@@ -309,11 +309,11 @@ def _llama(case: dict[str, Any]) -> Any:
     return model
 
 
-def run_model(case: dict[str, Any], model: Any) -> Any:
+def run_model(case: dict[str, Any], model: Any, device: str = DEVICE) -> Any:
     """Loss of one micro-batch; the inputs are made here and die here."""
     import torch
 
-    ids = torch.ones(2, 5, device=DEVICE, dtype=torch.long)
+    ids = torch.ones(2, 5, device=device, dtype=torch.long)
     if case["model"] == "llama":
         return model(input_ids=ids, labels=ids).loss
     return model(ids).float().pow(2).mean()
@@ -475,10 +475,8 @@ def run_framework(case: dict[str, Any], mode: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def main(cases_file: str, out_file: str) -> None:
-    with open(cases_file) as f:
-        cases = [{**CASE, **c} for c in json.load(f)]
-    mode = start()
+def import_libraries() -> None:
+    """Before the fake mode is entered: some make tensors as they are imported. Weights are not initialised."""
     import peft  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -486,8 +484,14 @@ def main(cases_file: str, out_file: str) -> None:
     from launchguard.trace.worker import _fix_libraries
 
     _fix_libraries()
-    transformers.modeling_utils.get_torch_context_manager_or_global_device = lambda: torch.device("meta")  # weights stay as they are
+    transformers.modeling_utils.get_torch_context_manager_or_global_device = lambda: torch.device("meta")
 
+
+def main(cases_file: str, out_file: str) -> None:
+    with open(cases_file) as f:
+        cases = [{**CASE, **c} for c in json.load(f)]
+    mode = start()
+    import_libraries()
     place, results = (0, 0), []
     for case in cases:
         result = types.SimpleNamespace(case=case, phases=None, trace=None, error="")

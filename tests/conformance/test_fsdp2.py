@@ -45,7 +45,6 @@ CASES: list[dict[str, Any]] = [
     dict(checkpoint="reentrant", **BF16),
     dict(checkpoint="wrapper", **BF16),
     dict(checkpoint="wrapper", reshard=False),
-    dict(grouping=True, **BF16, reduce="bfloat16"),
     dict(offload=True, **BF16),
     dict(offload=True, gas=2),
     dict(model="llama", **BF16),

@@ -95,37 +95,39 @@ def output_chunks(hidden: torch.Tensor, head: Callable[..., torch.Tensor], label
     return total / labels.numel()
 
 
-class _TokenChunks(torch.autograd.Function):
-    """Log-probabilities of `chunk` tokens at a time; nothing of vocabulary size is kept, backward makes the logits again."""
+class _VocabularyChunks(torch.autograd.Function):
+    """prime-rl's log-probabilities and entropy: the logits of `chunk` words at a time, made again in backward; nothing of tokens x vocabulary
+    is kept. The head's gradient is made whether or not it trains."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
+        running = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for part in weight.split(chunk):
+            logits = hidden @ part.t()
+            scores = logits.float()
+            weights = torch.exp(scores - running[:, None])
+            running = running + weights.sum(-1) + (weights * scores).sum(-1)
+        ctx.save_for_backward(hidden, weight, running)
         ctx.chunk = chunk
-        out = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
-            logits = (hidden[start : start + chunk] @ weight.t()).float()
-            out[start : start + chunk] = logits.logsumexp(-1)
-        return out
+        return running
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, weight = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = hidden[start : start + ctx.chunk]
-            probabilities = (part @ weight.t()).float().softmax(-1)
-            d_logits = (probabilities * grad[start : start + ctx.chunk, None]).to(hidden.dtype)
-            d_hidden[start : start + ctx.chunk] = d_logits @ weight
-            if d_weight is not None:
-                d_weight.addmm_(d_logits.t(), part)
-        return d_hidden, d_weight, None
+        hidden, weight, running = ctx.saved_tensors
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for part, d_part in zip(weight.split(ctx.chunk), d_weight.split(ctx.chunk)):
+            logits = hidden @ part.t()
+            scores = logits.float()
+            probabilities = torch.exp(scores - running[:, None])
+            d_logits = grad[:, None] * probabilities
+            d_hidden += d_logits.to(hidden.dtype) @ part
+            d_part += d_logits.to(weight.dtype).t() @ hidden
+        return d_hidden, d_weight if ctx.needs_input_grad[1] else None, None
 
 
-def token_chunks(hidden: torch.Tensor, head: Any, labels: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Reinforcement-learning losses with the head applied to `chunk` tokens at a time."""
-    return _TokenChunks.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, chunk).mean()
+def vocabulary_chunks(hidden: torch.Tensor, head: Any, labels: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Policy losses whose head is applied to part of the vocabulary at a time."""
+    return _VocabularyChunks.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, chunk).mean()
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -206,7 +208,7 @@ def triton(hidden: torch.Tensor, head: Callable[..., torch.Tensor], labels: torc
 
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    f.__name__: f for f in (chunked_head, chunked_cross_entropy, output_chunks, token_chunks, fused_linear, cut, compute_dtype, triton)
+    f.__name__: f for f in (chunked_head, chunked_cross_entropy, output_chunks, vocabulary_chunks, fused_linear, cut, compute_dtype, triton)
 }
 
 
