@@ -26,6 +26,8 @@ class DdpEngine(SingleEngine):
         super().__init__(job, trace, rank, device)
         self.buckets: list[int] = []
         self.ready: list[int] = []  # parameters in the order in which their gradients arrived
+        self.views: set[int] = set()  # parameters whose .grad looks into a bucket
+        self.sync, self.synced = True, False  # in this micro-batch; ever
         self.rebuilt = self.spec.find_unused_parameters and not self.spec.static_graph  # then buckets are never rebuilt
 
     @property
@@ -63,13 +65,38 @@ class DdpEngine(SingleEngine):
         if module == 0 and not recompute and self.spec.find_unused_parameters:
             self.stream.free(*[self.stream.alloc(n, Category.ACTIVATIONS, "outputs cloned by DDP") for n in self.trace.output_bytes])
 
+    def begin_micro_batch(self, last: bool) -> None:
+        self.sync = last
+
     def grad(self, param: int, handle: int) -> None:
+        """gradient_as_bucket_view: at the end of a synchronised backward .grad is a view of its bucket. What no_sync leaves, and all of the
+        first backward of a static graph, are tensors of their own until then (reducer.cpp:mark_variable_ready_dense, delay_all_reduce)."""
         if not self.rebuilt and len(self.ready) < len(self.trainable):
             self.ready.append(param)
-        if self.spec.gradient_as_bucket_view:
-            self.stream.free(handle)  # copied into the bucket; .grad is a view of it
-        else:
+        if not self.spec.gradient_as_bucket_view:
             super().grad(param, handle)
+        elif param in self.views:
+            self.stream.free(handle)  # accumulated in place
+        elif not self.sync or (self.spec.static_graph and not self.synced):
+            super().grad(param, handle)
+        else:
+            self._copy_into_bucket(param)
+            self.stream.free(handle)
+
+    def _copy_into_bucket(self, param: int) -> None:
+        self.stream.free(self.grads.pop(param, 0))
+        self.views.add(param)
+
+    def backward_end(self) -> None:
+        if self.sync and self.spec.gradient_as_bucket_view:
+            for param in list(self.grads):
+                self._copy_into_bucket(param)
+        self.synced = self.synced or self.sync
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.job.zero_grad_set_to_none:
+            self.views.clear()
 
 
 def schedule(job: JobSpec, trace: StepTrace, ranks: tuple[int, ...], device: DeviceProfile) -> RankSchedule:

@@ -83,8 +83,8 @@ class Fsdp1Engine(Engine):
 
     # wrap --------------------------------------------------------------------------------------------------------------
     def prepare(self) -> None:
-        """Wrap bottom-up (_init_utils.py:_init_param_handle_from_module): move, broadcast, flatten, shard; then Accelerate upcasts trainable
-        flat parameters, the root's first (accelerate 1.15 accelerator.py:prepare_model)."""
+        """Wrap bottom-up (_init_utils.py:_init_param_handle_from_module): move, broadcast, flatten, shard; then Accelerate upcasts the
+        trainable flat parameters, the root's first (accelerate 1.15 accelerator.py:prepare_model)."""
         load, root = self.job.precision.load, self.handles[-1]
         for h in self.handles:
             if h is root:
@@ -242,8 +242,8 @@ class Fsdp1Engine(Engine):
                 self._sum_on_unshard_stream(handle)
 
     def backward_exit(self, module: int) -> None:
-        """The unit's flat parameter was split before its forward ran, so autograd runs the split's backward after all nodes of the unit; if it
-        was prefetched, after those of the unit before it, too. A frozen unit is resharded when its inputs' gradients are ready."""
+        """The unit's flat parameter was split before its forward ran, so autograd runs the split's backward after all nodes of the unit; if
+        it was prefetched, after those of the unit before it, too. A frozen unit is resharded when its inputs' gradients are ready."""
         h = self.of_module.get(module)
         if h is None or h.unit.is_root:
             return

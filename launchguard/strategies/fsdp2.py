@@ -77,7 +77,8 @@ class Fsdp2Engine(Engine):
         """Under FSDP the model is loaded on the CPU (or meta) and moved unit by unit."""
 
     def prepare(self) -> None:
-        """fully_shard moves a unit to the device, shards it and, under offload, copies the shards back (_fsdp_param.py:_init_sharded_param)."""
+        """fully_shard moves a unit to the device, shards it and, under offload, copies the shards back
+        (_fsdp_param.py:_init_sharded_param)."""
         held: list[int] = []
         for g in self.groups:
             if g.unit.is_root:
@@ -91,7 +92,8 @@ class Fsdp2Engine(Engine):
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, self._parameter_groups(), on_device=not self.spec.offload_params)
 
     def _wrap(self, g: Group) -> list[int]:
-        """Shard one group; the full parameters that outlive it: fsdp2_prepare_model's locals hold the embedding's and the head's weights."""
+        """Shard one group; returns the full parameters that outlive it: fsdp2_prepare_model's locals hold the weights of embedding and
+        head (input_weight, output_weight)."""
         full: dict[int, int] = {}
         if not self.spec.cpu_ram_efficient_loading:
             for i in g.unit.params:
@@ -136,7 +138,8 @@ class Fsdp2Engine(Engine):
         if self.spec.offload_params:
             inputs = [self._copy_shard(g, i) for i in g.unit.params]
         else:
-            inputs = [self.stream.alloc(0 if g.part else g.casts, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)]
+            copied = g.casts * self.shards // self.parts if g.part else g.casts  # kept parts are copied, too, if there is a param_dtype
+            inputs = [self.stream.alloc(copied, Category.COMMUNICATION, "cast shard", ALL_GATHER_STREAM)]
         g.gathered = self.stream.alloc(g.shard_bytes * self.shards, Category.COMMUNICATION, "all-gather output", ALL_GATHER_STREAM)
         self.stream.free(*inputs)
 
@@ -169,14 +172,13 @@ class Fsdp2Engine(Engine):
             self.stream.free(g.gathered)
         g.gathered = 0
 
-    def _keep_part(self, g: Group) -> None:
-        """reshard_after_forward = k: a shard of k parts stays until backward has gathered it again (_fsdp_param.py:to_sharded_post_forward)."""
-        if self.parts > 1:
-            part = [n * self.shards // self.parts for n in g.compute_bytes.values()]
-            g.part = [self.stream.alloc(n, Category.PARAMETERS, "shards kept after forward") for n in part]
-
-    def _reshard(self, g: Group) -> None:
-        self.stream.free(*g.unsharded)
+    def _reshard(self, g: Group, after_forward: bool = False) -> None:
+        """reshard_after_forward = k: a shard of k parts stays until backward has gathered it again
+        (_fsdp_param.py:to_sharded_post_forward)."""
+        for handle, nbytes in zip(g.unsharded, g.compute_bytes.values()):
+            if after_forward and self.parts:
+                g.part.append(self.stream.alloc(nbytes * self.shards // self.parts, Category.PARAMETERS, "shards kept after forward"))
+            self.stream.free(handle)
         g.unsharded = []
 
     # marks -------------------------------------------------------------------------------------------------------------
@@ -201,8 +203,7 @@ class Fsdp2Engine(Engine):
         if g is None or recompute or g.unit.is_root or module != self._last_module(g):
             return
         if g.resharded:
-            self._keep_part(g)
-            self._reshard(g)
+            self._reshard(g, after_forward=True)
         g.forward_done = True
         self.order.append(g)
 

@@ -61,7 +61,7 @@ class OptimizerStates:
         sizes = [numel(t[0]) * dtype_bytes(t[1]) for t in group]
         total, largest = sum(sizes), max(sizes)
         nbytes = temporary_bytes(self.profile, self.spec.implementation, total, largest, self.spec.params, dtype=group[0][1])
-        if nbytes >= total:  # foreach: a list of tensors like the parameters, as many times as it takes
+        if total and nbytes >= total:  # foreach: a list of tensors like the parameters, as many times as it takes
             held = [self.stream.alloc(n * nbytes // total, Category.TEMPORARIES, "optimizer step (foreach)") for n in sizes]
         else:
             held = [self.stream.alloc(nbytes, Category.TEMPORARIES, "optimizer step")]

@@ -121,24 +121,19 @@ class Tracker(TorchDispatchMode):
             self.events += (TraceEvent(TraceOp.ALLOC, self._count, nbytes), TraceEvent(TraceOp.FREE, self._count))
 
     def _taken_over(self, func: Any, args: Any) -> int | None:
-        """Autograd sums gradients that meet into one of them when nobody else holds it; for tensor subclasses, as fake tensors are,
-        it makes a third (torch 2.13 autograd/input_buffer.cpp: can_accumulate_inplace). Undo that: the sum takes over a summand."""
-        if func is not aten.add.Tensor or not self.in_backward or self.depth:
+        """Autograd adds a gradient that arrives into the one that is there when nobody else holds that; for tensor subclasses, as fake
+        tensors are, it makes a third (torch 2.13 autograd/input_buffer.cpp: accumulate). Undo that: the sum takes over the first."""
+        if func is not aten.add.Tensor or not self.in_backward or self.depth or len(args) < 2:
             return None
-        if (
-            len(args) < 2
-            or not isinstance(args[0], torch.Tensor)
-            or not isinstance(args[1], torch.Tensor)
-            or args[0].shape != args[1].shape
-        ):
+        first, second = args[:2]
+        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.shape != second.shape or first._is_view():
             return None
-        for t in args[:2]:
-            key = t.untyped_storage()._cdata
-            if not t._is_view() and self._ids.get(key, -1) > 0 and torch._C._storage_Use_Count(key) == 2:  # the tensor's and Python's
-                ident = self._ids[key]
-                self._ids[key] = -1
-                return ident
-        return None
+        key = first.untyped_storage()._cdata
+        ident = self._ids.get(key, -1)
+        if ident <= 0 or torch._C._storage_Use_Count(key) != 2:  # the tensor's and Python's
+            return None
+        self._ids[key] = -1
+        return ident
 
 
 def _caller() -> str:

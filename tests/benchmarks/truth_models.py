@@ -12,6 +12,8 @@ from launchguard.job import InputTensor, ModelSpec, Note
 
 Case = dict[str, Any]
 FACTORIES = str(Path(__file__).resolve().parents[1] / "measured")
+# libraries with model code of their own call torch's GELU where transformers writes "gelu_new" out in five operations
+KERNEL_GELU = {"litgpt": "gelu_pytorch_tanh", "composer": "gelu"}
 TOKENS = {"input_ids": InputTensor(("batch", "seq")), "labels": InputTensor(("batch", "seq"))}
 TRAINER_STACKS = ("hf_trainer", "llama-factory", "fms", "ms-swift", "axolotl", "trl")
 MEGATRON_STACKS = ("megatron-deepspeed", "megatron-lm", "megatron-bridge")
@@ -71,6 +73,9 @@ def config_of(case: Case, folder: Path) -> dict[str, Any]:
         config["vocab_size"] = model["vocab_size"]
     if case.get("image_size"):
         config["image_size"] = case["image_size"]
+    for key in ("hidden_act", "activation_function"):
+        if config.get(key) == "gelu_new" and case["stack"].split()[0] in KERNEL_GELU:
+            config[key] = KERNEL_GELU[case["stack"].split()[0]]
     for key in ("max_position_embeddings", "n_positions"):
         if seq and config.get(key, 1 << 60) < seq:
             config[key] = seq

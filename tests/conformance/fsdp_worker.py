@@ -256,7 +256,7 @@ def _tiny(case: dict[str, Any]) -> Any:
             self.embed = nn.Embedding(vocabulary, width)
             self.layers = nn.ModuleList(Block(width) for _ in range(3))
             self.norm = nn.LayerNorm(width)
-            self.head = nn.Linear(width, vocabulary, bias=False)
+            self.head = nn.Linear(width, vocabulary, bias=False, device="meta" if case["tied"] else None)
             if case["tied"]:
                 self.head.weight = self.embed.weight
 
@@ -374,19 +374,19 @@ def wrap_fsdp2(case: dict[str, Any], model: Any, mesh: Any) -> Any:
     if case["checkpoint"] == "wrapper":
         checkpoint_layers(model, case)
     if case["grouping"]:
-        return _accelerate(case, model, mesh, policy)
+        return _accelerate(case, model, mesh, policy, kind.__name__)
     for module in [m for m in model.modules() if isinstance(m, kind)]:
         fully_shard(module, reshard_after_forward=case["reshard"], **policy)
     return fully_shard(model, **policy)
 
 
-def _accelerate(case: dict[str, Any], model: Any, mesh: Any, policy: dict[str, Any]) -> Any:
+def _accelerate(case: dict[str, Any], model: Any, mesh: Any, policy: dict[str, Any], layer: str) -> Any:
     """accelerate's own fsdp2_prepare_model, with as much of an accelerator as it looks at."""
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=case["reshard"], auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[layer_class(model, case).__name__], mixed_precision_policy=policy.get("mp_policy"),
+        transformer_cls_names_to_wrap=[layer], mixed_precision_policy=policy.get("mp_policy"),
         cpu_ram_efficient_loading=False,
     )  # fmt: skip
     names = types.SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names)
@@ -479,7 +479,7 @@ def import_libraries() -> None:
     """Before the fake mode is entered: some make tensors as they are imported. Weights are not initialised."""
     import peft  # noqa: F401
     import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
 
     from launchguard.trace.worker import _fix_libraries
 

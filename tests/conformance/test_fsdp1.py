@@ -6,7 +6,6 @@ corrections are off there, and why). The bytes are those that are requested: no 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -96,8 +96,8 @@ def output_chunks(hidden: torch.Tensor, head: Callable[..., torch.Tensor], label
 
 
 class _VocabularyChunks(torch.autograd.Function):
-    """prime-rl's log-probabilities and entropy: the logits of `chunk` words at a time, made again in backward; nothing of tokens x vocabulary
-    is kept. The head's gradient is made whether or not it trains."""
+    """prime-rl's log-probabilities and entropy: the logits of `chunk` words at a time, made again in backward; nothing of tokens x
+    vocabulary is kept. The head's gradient is made whether or not it trains."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -203,8 +203,10 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
 
 def triton(hidden: torch.Tensor, head: Callable[..., torch.Tensor], labels: torch.Tensor, chunk: int) -> torch.Tensor:
-    logits = head(hidden)
-    return _InPlaceCrossEntropy.apply(logits.view(-1, logits.shape[-1]))
+    """Such a kernel behind a transformers model, which upcasts logits and copies the shifted part before it calls the loss."""
+    logits = head(hidden).float()
+    shifted = logits[:, :-1].contiguous()
+    return _InPlaceCrossEntropy.apply(shifted.view(-1, logits.shape[-1]))
 
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
