@@ -18,8 +18,8 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_accelerate_launch_trains_a_step() -> None:
-    done = run("accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-               "train_accelerate.py", "--model_name_or_path", "../models/tiny-llama")  # fmt: skip
+    launcher = "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    done = run(*launcher.split(), "train_accelerate.py", "--model_name_or_path", "../models/tiny-llama")
     assert done.returncode == 0, done.stderr
     assert "rank 0: step done" in done.stdout
     assert "fits: the only rank" in done.stderr
@@ -27,8 +27,8 @@ def test_accelerate_launch_trains_a_step() -> None:
 
 def test_deepspeed_trains_a_step() -> None:
     """The first start on a machine compiles DeepSpeed's shared-memory collective (two minutes)."""
-    done = run("deepspeed", "--num_gpus", "2", "--master_port", "29617", "train_deepspeed.py", "--model_name_or_path", "../models/tiny-llama",
-               "--deepspeed_config", "ds_tiny.json", DS_ACCELERATOR="cpu")  # fmt: skip
+    launcher, script = "deepspeed --num_gpus 2 --master_port 29617", "train_deepspeed.py --deepspeed_config ds_tiny.json"
+    done = run(*launcher.split(), *script.split(), "--model_name_or_path", "../models/tiny-llama", DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0: step 1 done" in done.stdout and "rank 1: step 1 done" in done.stdout
     assert "fits: rank 0 of 2" in done.stderr
