@@ -42,6 +42,9 @@ class Note:
     origin: str = ""
 
 
+TRAINER_LOOPS = ("trainer", "sft", "dpo")  # loops of the Hugging Face Trainer and its children
+
+
 class Settings:
     """Dotted field name -> Setting. A later `put` wins; what it displaced is kept, for notes on conflicting sources."""
 

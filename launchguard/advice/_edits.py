@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launchguard.job import JobSpec
+from launchguard.job import TRAINER_LOOPS, JobSpec
 from launchguard.verdict import Change
 
-TRAINER_LOOPS = ("trainer", "sft", "dpo")
 TRAINER_FLAGS = {
     "micro_batch_size": "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",

@@ -22,11 +22,11 @@ from launchguard.configs import (
     script_source,
     training_args,
 )
-from launchguard.configs._sources import TRAINER_LOOPS, TRL_LOOPS, Sources
+from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.configs.script_args import ScriptArguments
 from launchguard.configs.script_source import ScriptSource
 from launchguard.errors import InputError
-from launchguard.job import JobSpec, LaunchSpec, Origin, Setting, Settings, build_job
+from launchguard.job import TRAINER_LOOPS, JobSpec, LaunchSpec, Origin, Setting, Settings, build_job
 
 _OPTION_FIELDS = ("device", "headroom", "micro_batch_size", "seq_len")
 _OPTION = "command line"

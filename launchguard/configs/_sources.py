@@ -8,9 +8,8 @@ from typing import Any
 
 from launchguard.configs.script_args import ScriptArguments
 from launchguard.configs.script_source import ScriptSource
-from launchguard.job import LaunchSpec, Setting, Settings
+from launchguard.job import TRAINER_LOOPS, LaunchSpec, Setting, Settings
 
-TRAINER_LOOPS = ("trainer", "sft", "dpo")
 TRL_LOOPS = ("sft", "dpo")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launchguard.events import Category, RankSchedule, StepTrace
-from launchguard.job import JobSpec
+from launchguard.job import TRAINER_LOOPS, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._stream import MicroBatch, MicroBatchHooks, Stream
 from launchguard.units import MIB, dtype_bytes
@@ -46,6 +46,18 @@ class Engine(MicroBatchHooks):
             return p.storage_bytes
         return p.numel * dtype_bytes(dtype or p.dtype)
 
+    @property
+    def mixed(self) -> bool:
+        """FSDP mixed precision: forward sees parameters in another dtype than their shards have."""
+        return self.job.precision.compute != self.job.precision.storage
+
+    def stored_dtype(self, index: int) -> str:
+        """dtype of a parameter's FSDP shard: mixed precision keeps trainable ones in the storage dtype, frozen ones as they were loaded."""
+        p = self.trace.params[index]
+        if not self.mixed:
+            return p.dtype
+        return self.job.precision.storage if p.requires_grad else self.job.precision.load
+
     def alloc_buffers(self) -> None:
         for nbytes in self.trace.buffer_bytes:
             self.stream.alloc(nbytes, Category.PARAMETERS, "buffers")
@@ -79,7 +91,7 @@ class InputFeed:
 
     def __init__(self, job: JobSpec, micro_batch: MicroBatch, stream: Stream) -> None:
         self.job, self.sizes, self.stream = job, micro_batch.input_bytes, stream
-        self.whole_step = job.loop in ("trainer", "sft", "dpo")
+        self.whole_step = job.loop in TRAINER_LOOPS
         self.holds = self.whole_step or job.loop == "accelerate"
         self.held: list[int] = []
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from launchguard.errors import InputError
 from launchguard.events import Category, HostPhase, StepTrace
-from launchguard.job import JobSpec, ZeroSpec
+from launchguard.job import TRAINER_LOOPS, JobSpec, ZeroSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine
 from launchguard.strategies._stream import Stream
@@ -25,7 +25,6 @@ BOUNDARY_BUCKET = 500_000_000  # engine.py:MEMORY_OPT_ALLREDUCE_SIZE, elements; 
 
 # transformers 5.24 trainer.py:get_decay_parameter_names: what the Trainer's own optimizer keeps in a group without weight decay.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
-_TRAINER_LOOPS = frozenset({"trainer", "sft", "dpo"})
 _AUTOCAST_MODULES = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})  # torch_autocast.py:LOWER_PRECISION_SAFE_MODULES
 
 
@@ -160,7 +159,7 @@ def parameter_groups(job: JobSpec, trace: StepTrace) -> list[list[int]]:
     trainable = [i for i, p in enumerate(trace.params) if p.requires_grad and p.numel > 0]
     if not trainable:
         raise InputError("no parameter of the model is trainable", help="unfreeze one, or train adapters")
-    if job.loop not in _TRAINER_LOOPS or job.optimizer.implementation in ("deepspeed_fused", "cpu"):
+    if job.loop not in TRAINER_LOOPS or job.optimizer.implementation in ("deepspeed_fused", "cpu"):
         return [trainable]
 
     def decays(index: int) -> bool:

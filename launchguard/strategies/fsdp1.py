@@ -50,7 +50,6 @@ class Fsdp1Engine(Engine):
         self.spec = job.fsdp or FsdpSpec(version=1)
         self.replicated = self.spec.sharding_strategy == "NO_SHARD" or job.world_size == 1  # FSDP1 turns a world of one into NO_SHARD
         self.shards = self.spec.shard_group_size or job.world_size
-        self.mixed = job.precision.compute != job.precision.storage
         self.differentiable = {e.a for e in trace.events if e.op is TraceOp.BACKWARD_ENTER}
         self.handles = [Handle(u, self) for u in units_of(trace, self.spec)]
         self.of_module = {m: h for h in self.handles for m in h.unit.modules}
@@ -74,12 +73,6 @@ class Fsdp1Engine(Engine):
             offsets.append(round_up(total, aligned))
             total = offsets[-1] + self.trace.params[i].numel
         return offsets, round_up(total, self.shards) if self.spec.use_orig_params else total
-
-    def stored_dtype(self, i: int) -> str:
-        p = self.trace.params[i]
-        if not self.mixed:
-            return p.dtype
-        return self.job.precision.storage if p.requires_grad else self.job.precision.load
 
     # wrap --------------------------------------------------------------------------------------------------------------
     def prepare(self) -> None:

@@ -11,7 +11,7 @@ from launchguard.job import FsdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, schedule_of
 from launchguard.strategies._units import Unit, units_of
-from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm
+from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm, parameter_groups
 from launchguard.units import ceil_div, dtype_bytes
 
 COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_SCATTER_STREAM = 0, 1, 2
@@ -53,7 +53,6 @@ class Fsdp2Engine(Engine):
         k = self.spec.reshard_after_forward
         self.reshard = bool(k) and (k is True or k != 1)  # _fsdp_init.py:_get_post_forward_mesh_info
         self.parts = k if self.reshard and k is not True and k != self.shards else 0
-        self.mixed = job.precision.compute != job.precision.storage
         units = units_of(trace, self.spec, grouping=self.spec.accelerate_grouping)
         self.groups = [Group(u, self) for u in units]
         self.of_module: dict[int, Group] = {m: g for g in self.groups for m in g.unit.modules}
@@ -64,13 +63,6 @@ class Fsdp2Engine(Engine):
         self.sync = True
         self.root_entered = False  # backward has reached the root's outputs
         self.optimizer: OptimizerStates | None = None
-
-    def stored_dtype(self, i: int) -> str:
-        """dtype of the shard: mixed precision keeps trainable parameters in the storage dtype, frozen ones as they were loaded."""
-        p = self.trace.params[i]
-        if not self.mixed:
-            return p.dtype
-        return self.job.precision.storage if p.requires_grad else self.job.precision.load
 
     # load and wrap -----------------------------------------------------------------------------------------------------
     def load(self) -> None:
@@ -116,10 +108,7 @@ class Fsdp2Engine(Engine):
             self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.PARAMETERS, "parameter broadcast")
 
     def _parameter_groups(self) -> list[list[SteppedTensor]]:
-        tensors = [SteppedTensor(self._local_shape(i), self.stored_dtype(i)) for i in self.trainable]
-        if self.job.loop not in ("trainer", "sft", "dpo"):
-            return [tensors]
-        return [[t for t in tensors if len(t.shape) > 1], [t for t in tensors if len(t.shape) <= 1]]
+        return parameter_groups([SteppedTensor(self._local_shape(i), self.stored_dtype(i)) for i in self.trainable], self.job.loop)
 
     def _local_shape(self, i: int) -> tuple[int, ...]:
         """The unpadded local shard, which optimizer states follow."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from launchguard.events import Category
-from launchguard.job import OptimizerSpec
+from launchguard.job import TRAINER_LOOPS, OptimizerSpec
 from launchguard.profiles import optimizer, state_bytes, temporary_bytes
 from launchguard.strategies._stream import Stream
 from launchguard.units import dtype_bytes
@@ -23,6 +23,13 @@ class SteppedTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     full_precision: bool = False
+
+
+def parameter_groups(tensors: list[SteppedTensor], loop: str) -> list[list[SteppedTensor]]:
+    """The HF Trainer keeps biases and norms in a group of their own (transformers 5.24 trainer.py:create_optimizer)."""
+    if loop not in TRAINER_LOOPS:
+        return [tensors]
+    return [[t for t in tensors if len(t.shape) > 1], [t for t in tensors if len(t.shape) <= 1]]
 
 
 class OptimizerStates:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from launchguard.events import Category, RankSchedule, StepTrace
-from launchguard.job import JobSpec
+from launchguard.job import TRAINER_LOOPS, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, schedule_of
-from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm
+from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm, parameter_groups
 
 
 class SingleEngine(Engine):
@@ -26,15 +26,11 @@ class SingleEngine(Engine):
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, self.parameter_groups())
 
     def parameter_groups(self) -> list[list[SteppedTensor]]:
-        """The HF Trainer keeps biases and norms in a group of their own (transformers 5.24 trainer.py:create_optimizer)."""
-        params, trainer = self.trace.params, self.job.loop in ("trainer", "sft", "dpo")
-        tensors = [
-            SteppedTensor(params[i].shape, params[i].dtype, trainer and self.trace.modules[params[i].module].cls == "Embedding")
-            for i in self.trainable
-        ]
-        if not trainer:
-            return [tensors]
-        return [[t for t in tensors if len(t.shape) > 1], [t for t in tensors if len(t.shape) <= 1]]
+        params, modules, trainer = self.trace.params, self.trace.modules, self.job.loop in TRAINER_LOOPS
+        embedding = [trainer and modules[params[i].module].cls == "Embedding" for i in self.trainable]
+        return parameter_groups(
+            [SteppedTensor(params[i].shape, params[i].dtype, e) for i, e in zip(self.trainable, embedding)], self.job.loop
+        )
 
     def grad(self, param: int, handle: int) -> None:
         if param in self.grads:
