@@ -33,7 +33,7 @@ conformance: $(STAMP)  ## the real DeepSpeed, FSDP and DDP, with the table of re
 lint: $(STAMP)  ## style, types, import contracts
 	$(BIN)/ruff check launchguard integrations tests examples
 	$(BIN)/ruff format --check launchguard integrations tests examples
-	$(BIN)/mypy
+	$(BIN)/mypy --no-incremental
 	$(BIN)/lint-imports
 
 wheel: $(STAMP)  ## build the wheel and try it without torch in an environment of its own

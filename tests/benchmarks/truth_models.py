@@ -37,27 +37,33 @@ def model_of(case: Case, folder: Path, load: str, notes: list[Note]) -> ModelSpe
         checkpoint = checkpoint_of(case) or {"kind": "every" if case["activation_checkpointing"] == "full" else "none"}
         kwargs = {"config": config, "seq": case["seq_len"], "tp": tp, "checkpoint": checkpoint["kind"], "load": load}
         return _factory("megatron_gpt", kwargs, TOKENS)
-    decoder = str((config.get("architectures") or ["ForCausalLM"])[0]).endswith("ForCausalLM") or "GPT2LMHead" in str(
-        config.get("architectures")
-    )
     special = (
-        {
-            "loss": _loss(case),
-            "checkpoint": checkpoint_of(case),
-            "rename_linears": adapters_apart(case),
-            "liger": _liger_layers(case),
-            "tiled": "tiled over the sequence" in str(case.get("activation_checkpointing_detail")),
-        }
-        if decoder
-        else {}
+        _special(case) if str((config.get("architectures") or ["ForCausalLM"])[0]).endswith(("ForCausalLM", "GPT2LMHeadModel")) else {}
     )
     if tp > 1 or any(special.values()):
         if not {"num_attention_heads", "intermediate_size"} <= set(config) and tp > 1:
             raise NotRun("tensor parallelism of this architecture")
-        kwargs = {"config": config, "load": load, "attention": _traceable(attention), "tp": tp, **special}
+        kwargs = {"config": config, "load": load, "attention": _traceable(attention, config), "tp": tp, **special}
         return _factory("causal_lm", kwargs, TOKENS)
-    return ModelSpec(source=model["config"], config=config, task=model.get("auto_class"), attn_implementation=attention,
-                     use_cache=model.get("use_cache", False))  # fmt: skip
+    return ModelSpec(
+        source=model["config"],
+        config=config,
+        task=model.get("auto_class"),
+        attn_implementation=attention,
+        use_cache=model.get("use_cache", False),
+        inputs=_two_lengths(case),
+    )
+
+
+def _special(case: Case) -> dict[str, Any]:
+    """What of a decoder only a factory can say; empty values: nothing."""
+    return {
+        "loss": _loss(case),
+        "checkpoint": checkpoint_of(case),
+        "liger": _liger_layers(case),
+        "tiled": "tiled over the sequence" in str(case.get("activation_checkpointing_detail")),
+        "rename_linears": adapters_apart(case),
+    }
 
 
 def _factory(name: str, kwargs: dict[str, Any], inputs: dict[str, InputTensor]) -> ModelSpec:
@@ -82,6 +88,14 @@ def config_of(case: Case, folder: Path) -> dict[str, Any]:
     return config
 
 
+def _two_lengths(case: Case) -> dict[str, InputTensor]:
+    """Inputs of an encoder-decoder whose targets have a length of their own; {}: those of the model's task."""
+    if not case.get("target_len"):
+        return {}
+    source = InputTensor(("batch", "seq"))
+    return {"input_ids": source, "attention_mask": source, "labels": InputTensor(("batch", case["target_len"]))}
+
+
 def _attention(case: Case) -> str | None:
     recorded = (case.get("inputs") or {}).get("script", {}).get("attn")
     if case["stack"] == "vgpu":
@@ -89,8 +103,10 @@ def _attention(case: Case) -> str | None:
     return {"flash2": "flash_attention_2", "flash3": "flash_attention_3", "none": None}.get(case["attention"], case["attention"])
 
 
-def _traceable(attention: str | None) -> str | None:
-    """flash-attn's packages need a GPU to import; SDPA's flash kernel allocates the same."""
+def _traceable(attention: str | None, config: dict[str, Any]) -> str | None:
+    """flash-attn's packages need a GPU to import; SDPA's flash kernel allocates the same. Soft-capped scores have neither in SDPA."""
+    if config.get("attn_logit_softcapping") or config.get("model_type") == "gemma2":
+        return None
     return "sdpa" if attention and attention.startswith("flash_attention") else attention
 
 

@@ -240,38 +240,13 @@ def trace_of(case: dict[str, Any], mode: Any) -> Any:
 
     from launchguard.trace import capture
 
-    global _pre
-    _pre = _pre or capture.ModuleMarks._pre
     capture.SCRATCH = {}  # type: ignore[attr-defined]
     capture.Tracker._taken_over = lambda self, func, args: None  # type: ignore[method-assign,assignment]
-    capture.ModuleMarks._pre = _pre_with_input  # type: ignore[method-assign]
     books = Books()
     with mode, books.mode(), torch.device(DEVICE):
         model = build(case)
         cast(case, model)
     return capture.capture(mode, model, dict, lambda m, batch: (run_model(case, m), None), None, lambda text: None, {})  # type: ignore[arg-type]
-
-
-_pre: Any = None
-
-
-def _pre_with_input(self: Any, i: int) -> Any:
-    """ENTER with the storage of the module's first input, whether or not the tracer gives it."""
-    import torch
-
-    from launchguard.events import TraceEvent, TraceOp
-
-    hook, tracker = _pre(self, i), self.tracker
-
-    def wrapped(module: Any, args: Any, kwargs: Any) -> Any:
-        at = len(tracker.events)
-        out = hook(module, args, kwargs)
-        if args and isinstance(args[0], torch.Tensor):
-            assert tracker.events[at].op is TraceOp.ENTER
-            tracker.events[at] = TraceEvent(TraceOp.ENTER, i, tracker.see(args[0]))
-        return out
-
-    return wrapped
 
 
 def cast(case: dict[str, Any], model: Any) -> None:
