@@ -29,7 +29,7 @@ def main(dist: str, venv: str) -> int:
     if missing:
         print(f"not in {wheel.name}: {', '.join(sorted(missing))}")
         return 1
-    program = str(Path(venv) / "bin" / "launchguard")
+    program = str(Path(venv).resolve() / "bin" / "launchguard")
     for arguments, code, text in (
         (["--version"], 0, "launchguard"),
         (["devices"], 0, "h100-80-sxm"),
