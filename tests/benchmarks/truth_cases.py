@@ -255,7 +255,8 @@ def _zero(case: Case, loop: str) -> ZeroSpec | None:
         "grad_accum_dtype": accum and {"fp32": "float32"}.get(accum, accum),
         "offload_optimizer": framework["offload_optimizer"] or "none",
         "offload_param": framework["offload_param"] or "none",
-        "zero_init": stage == 3 and loop in ("trainer", "sft"),
+        # HF's from_pretrained under a DeepSpeed config and Megatron-DeepSpeed both build the model sharded (deepspeed.zero.Init)
+        "zero_init": stage == 3 and (case["stack"] != "vgpu" or loop in ("trainer", "sft")),
     }
     return ZeroSpec(**values)
 

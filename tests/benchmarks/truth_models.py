@@ -124,6 +124,8 @@ def _loss(case: Case) -> dict[str, Any] | None:
         if "policy" in detail or "lm head in chunks" in detail:
             return {"kind": "vocabulary_chunks", "chunk": number or 2048}
         return {"kind": "chunked_head" if "head" in detail else "chunked_cross_entropy", "chunk": number or 128}
+    if "torchtune ce" in detail:
+        return {"kind": "output_chunks", "chunk": 8}  # CEWithChunkedOutputLoss, its recipes' default
     if kind == "full_logits":
         return {"kind": "triton" if "triton" in detail else "compute_dtype"}
     return None
