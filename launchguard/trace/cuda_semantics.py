@@ -176,7 +176,7 @@ class Semantics:
         def unreachable(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("simgpu has no values")
 
-        for name in ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "mish_backward"):
+        for name in ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "mish_backward", "mm.out", "addmm.out", "bmm.out"):
             with contextlib.suppress(RuntimeError):
                 library.impl(name, unreachable)
 

@@ -24,7 +24,8 @@ class TraceRequest:
     """config: parsed config.json, or None with `factory` ("module:callable", imported from python_path).
 
     compute: dtype to which every floating parameter is cast for forward (FSDP mixed precision, DeepSpeed), None: as loaded;
-    checkpointing: None, or {"via", "use_reentrant", "classes"}; card: (major, minor, sms, threads per SM).
+    checkpointing: None, or {"via", "use_reentrant", "classes"}; card: (major, minor, sms, threads per SM);
+    fused_lm_head: TRL's SFTTrainer computes log-probabilities in chunks instead of logits (trl 1.16 trainer/sft_trainer.py).
     """
 
     config: dict[str, Any] | None
@@ -49,6 +50,7 @@ class TraceRequest:
     checkpointing: dict[str, Any] | None
     card: tuple[int, int, int, int]
     use_liger_kernel: bool = False
+    fused_lm_head: bool = False
     source_hash: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -85,6 +87,7 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         checkpointing=_checkpointing(job),
         card=(*(device.compute_capability or (8, 0)), device.sms or 108, device.max_threads_per_sm or 2048),
         use_liger_kernel=job.model.use_liger_kernel,
+        fused_lm_head=job.loop == "sft" and job.model.config is not None and _trl_fuses(),
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
         versions={**library_versions(), **job.versions},
     )
@@ -102,6 +105,15 @@ def _checkpointing(job: JobSpec) -> dict[str, Any] | None:
         return None
     classes = list(job.fsdp.wrap_classes) if job.fsdp is not None and ckpt.via == "fsdp" else []
     return {"via": ckpt.via, "use_reentrant": ckpt.use_reentrant, "classes": classes}
+
+
+def _trl_fuses() -> bool:
+    """Whether the installed TRL has the fused head."""
+    try:
+        found = importlib.util.find_spec("trl")
+    except ValueError:
+        return False
+    return found is not None and found.origin is not None and (Path(found.origin).parent / "kernels" / "chunked_logprob.py").is_file()
 
 
 def _plain(value: Any) -> Any:

@@ -76,6 +76,8 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
     model = build_model.build(request)
     semantics = Semantics(card)
     semantics.install()
+    if request.fused_lm_head:
+        _fuse_lm_head(model)
     _fix_libraries()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -143,10 +145,12 @@ def _step(request: TraceRequest, semantics: Any) -> Callable[..., Any]:
             prepared = True
             _prepare_forward(model, semantics, dtype)
         with semantics.autocast(None if request.float32_outputs else dtype):
-            outputs = _call(model, batch)
+            outputs = _call(model, {**batch, "fused_lm_head": True} if request.fused_lm_head else batch)
             batch.clear()  # whoever keeps a batch longer is a matter of the loop
             if request.config is None:
                 return _loss(outputs, request.loss), outputs
+        if request.fused_lm_head:
+            return _sft_loss(outputs), outputs
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
     return step
@@ -161,6 +165,23 @@ def _call(model: Any, batch: dict[str, Any]) -> Any:
     if takes_any or set(batch) <= set(known):
         return model(**batch)
     return model(*batch.values())
+
+
+def _fuse_lm_head(model: Any) -> None:
+    """TRL's own fused head. Its tiles are folded by Triton kernels on CUDA, which allocate nothing; the torch fallback would, and its
+    float32 accumulation is one addmm there (trl 1.16 kernels/chunked_logprob.py)."""
+    from trl.kernels import chunked_logprob
+    from trl.trainer.utils import add_fused_lm_head
+
+    chunked_logprob._forward_tile = chunked_logprob._backward_tile = lambda *args, **kwargs: None
+    chunked_logprob._addmm_fp32 = lambda acc, a, b: None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+
+
+def _sft_loss(outputs: Any) -> Any:
+    """trl 1.16 SFTTrainer.compute_loss, loss_type nll."""
+    return -outputs.log_probs.sum() / outputs.label_mask.sum().clamp(min=1)
 
 
 def _prepare_forward(model: Any, semantics: Any, dtype: Any) -> None:

@@ -53,7 +53,6 @@ DEVICES: dict[str, dict[int, str]] = {
 # hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": what they state after backward includes the logits
 KEEPS_OUTPUTS = ("hf + peft script",)
 LOOPS = {
-    "trl": "sft",
     "accelerate": "accelerate",
     "hf + deepspeed script": "deepspeed",
     "deepspeed-chat": "deepspeed",

@@ -175,3 +175,14 @@ def test_a_config_that_cannot_be_built_is_bad_input(make_job: MakeJob, config: d
 def test_missing_inputs_are_asked_for(make_job: MakeJob, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="inputs"):
         trace_job(factory_job(make_job, tmp_path, "def build(): return nn.Linear(16, 8)\n", {}), A100)
+
+
+def test_trl_makes_no_logits(make_job: MakeJob) -> None:
+    """SFTTrainer's fused head works on tiles of the vocabulary; the plain loss makes float32 logits of all tokens."""
+    logits = 2 * 64 * 50_000 * 4
+    job = make_job(config={"vocab_size": 50_000}, loop="sft")
+    sizes = {
+        loop: {e.b for e in trace_job(job.changed({"loop": loop}), A100).events if e.op == TraceOp.ALLOC} for loop in ("sft", "trainer")
+    }
+    assert logits in sizes["trainer"]
+    assert logits not in sizes["sft"]
