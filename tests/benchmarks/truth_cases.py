@@ -209,9 +209,8 @@ def _checkpointing(case: Case) -> ActivationCheckpointing:
         return ActivationCheckpointing()
     accelerate = ((case.get("inputs") or {}).get("accelerate_config") or {}).get("fsdp_config", {})
     via = "fsdp" if accelerate.get("fsdp_activation_checkpointing") else "model"
-    return ActivationCheckpointing(
-        True, via=via, use_reentrant="reentrant," in f"{case['activation_checkpointing_detail']},".replace("non-reentrant", "")
-    )
+    detail = f"{case['activation_checkpointing_detail']},".replace("non-reentrant", "")
+    return ActivationCheckpointing(True, via=via, use_reentrant="reentrant," in detail)
 
 
 def _optimizer(case: Case) -> OptimizerSpec:
