@@ -71,10 +71,9 @@ class Simulator:
         traced = time.perf_counter()
         self.progress("simulating ranks")
         schedules = strategies.schedules(job, trace, self.profile)
-        seconds = {**(timing or {}), "trace": traced - started}
-        verdict = judge(job, trace, schedules, self.profile, self.budget, seconds)
-        seconds["simulate"] = time.perf_counter() - traced
-        return _timed(verdict, seconds)
+        verdict = judge(job, trace, schedules, self.profile, self.budget)
+        seconds = {**(timing or {}), "trace": traced - started, "simulate": time.perf_counter() - traced}
+        return dataclasses.replace(verdict, timing_seconds={k: round(v, 3) for k, v in seconds.items()})
 
     def _trace(self, job: JobSpec) -> StepTrace:
         from launchguard import trace  # imports no torch itself; its worker process does
@@ -84,10 +83,6 @@ class Simulator:
         if key not in self._traces:
             self._traces[key] = trace.trace_request(request, self.progress, self.use_cache)
         return self._traces[key]
-
-
-def _timed(verdict: Verdict, seconds: Mapping[str, float]) -> Verdict:
-    return dataclasses.replace(verdict, timing_seconds={k: round(v, 3) for k, v in seconds.items()})
 
 
 def find_device(name: str, headroom: str) -> tuple[DeviceProfile, DeviceBudget]:

@@ -197,8 +197,7 @@ def _breakdown(timeline: MemoryTimeline, peak: PhaseBytes, outside: Outside) -> 
 
 
 def judge(
-    job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule], device: DeviceProfile, budget: DeviceBudget,
-    timing: Mapping[str, float] | None = None,
+    job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule], device: DeviceProfile, budget: DeviceBudget
 ) -> Verdict:  # fmt: skip
     """Does every kind of rank fit the budget, and why (not)."""
     outside = outside_allocator(job, device)
@@ -215,7 +214,7 @@ def judge(
         notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
     return Verdict(
         verdict, job, budget, ranks, _hosts(job, schedules), tuple(causes_of(job, worst)) if verdict == "exceeds" else (),
-        confidence, interval, tuple(notes), dict(timing or {}),
+        confidence, interval, tuple(notes), {},
     )  # fmt: skip
 
 
@@ -231,7 +230,6 @@ def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction:
 
 def _confidence(job: JobSpec, trace: StepTrace) -> Confidence:
     unmodelled = [n.message for n in job.notes if n.code.startswith("LG3")]
-    unmodelled += list(trace.facts.get("unknown", ()))
     assumed = [n.message for n in job.notes if n.code.startswith("LG21")]
     if trace.facts.get("value_reads"):
         assumed.append(f"forward reads values, taken as zero, at {', '.join(trace.facts['value_reads'][:3])}")
@@ -250,7 +248,7 @@ def _hosts(job: JobSpec, schedules: Sequence[RankSchedule]) -> tuple[HostPredict
         return ()
     worst = max(schedules[0].host, key=lambda h: sum(h.bytes_by_label.values()))
     local = {label: nbytes * job.launch.nproc_per_node for label, nbytes in worst.bytes_by_label.items()}
-    return tuple(HostPrediction(node, sum(local.values()), worst.name, None, local) for node in range(min(job.launch.nnodes, 1)))
+    return (HostPrediction(0, sum(local.values()), worst.name, None, local),)
 
 
 # ---------------------------------------------------------------- causes

@@ -29,7 +29,7 @@ ORDER = (
 
 def advise(verdict: Verdict, simulate: Simulate) -> list[Advice]:
     """Simulated advice for a job that does not fit: those that fit first, then those that bring it nearest; when no single change is
-    enough, also the smallest combination found that is. Changes that do not lower the peak are left out."""
+    enough, also the first combination that is. Changes that do not lower the peak are left out."""
     job, before = verdict.job, worst_rank(verdict.ranks).peak.device_bytes
     found: list[tuple[Advice, dict[str, Any]]] = []
     for name in _names():
@@ -75,7 +75,7 @@ def _try(job: JobSpec, changes: Mapping[str, Any], simulate: Simulate) -> Verdic
 
 
 def _combined(job: JobSpec, parts: list[dict[str, Any]], simulate: Simulate) -> Advice | None:
-    """The changes added up in order until the job fits, then again without those that were not needed."""
+    """The changes added up in order until the job fits."""
     taken: list[dict[str, Any]] = []
     outcome = None
     for part in parts:

@@ -146,8 +146,12 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Give a block back to its pool, merged with its inactive neighbours."""
-        free = block.pool.free
         self.allocated -= block.size
+        self._make_inactive(block)
+
+    def _make_inactive(self, block: Block) -> None:
+        """Merge a block with its inactive neighbours and put it into its pool."""
+        free = block.pool.free
         block.state = INACTIVE
         after = block.next
         if after is not None and after.state == INACTIVE:

@@ -94,24 +94,13 @@ class ExpandableSegmentsAllocator(CachingAllocator):
         if not self.driver.take(size):
             return False
         pool = block.pool
-        unmapped, free = pool.unmapped, pool.free
+        unmapped = pool.unmapped
         del unmapped[bisect_left(unmapped, (block.address,))]
         if size < block.size:
             rest = split_off(block, size)
             rest.state = UNMAPPED
             insort(unmapped, (rest.address, rest))
-        block.state = INACTIVE
-        after = block.next
-        if after is not None and after.state == INACTIVE:
-            del free[bisect_left(free, (after.size, after.address))]
-            absorb_next(block, after)
-        before = block.prev
-        if before is not None and before.state == INACTIVE:
-            del free[bisect_left(free, (before.size, before.address))]
-            absorb_next(before, block)
-            block = before
-        block.born = self.searches
-        insort(free, (block.size, block.address, block))
+        self._make_inactive(block)
         self.reserved += size
         return True
 

@@ -76,7 +76,7 @@ def validated(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     if version_of("deepspeed") is None:
         return None
     document = copy.deepcopy(dict(tree))
-    _drop_auto(document)
+    drop_auto(document)
     micro, steps = document.get("train_micro_batch_size_per_gpu") or 1, document.get("gradient_accumulation_steps") or 1
     document.update(train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps, train_batch_size=micro * steps)
     document.pop("sequence_parallel_size", None)
@@ -135,9 +135,10 @@ def _removed_key(text: str) -> str:
     return next((prefix + key for name, prefix in tables for key, reason in getattr(config, name, {}).items() if reason == text), "")
 
 
-def _drop_auto(section: dict[str, Any]) -> None:
+def drop_auto(section: dict[str, Any]) -> None:
+    """Take "auto" out of a section, as DeepSpeed does (config_utils.py:DeepSpeedConfigModel.__init__): its default stands."""
     for key, value in list(section.items()):
         if value == "auto":
             del section[key]
         elif isinstance(value, dict):
-            _drop_auto(value)
+            drop_auto(value)

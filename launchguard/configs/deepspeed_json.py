@@ -256,16 +256,8 @@ def _complete_raw(sources: Sources, document: Document) -> None:
             message = f'{key} is "auto", which the Trainer or Accelerate fill, and neither runs here'
             raise InputError(message, where=str(document.origin(key)), help="write a number")
     for section in [value for value in document.tree.values() if isinstance(value, dict)]:
-        _drop_auto(section)
+        deepspeed_installed.drop_auto(section)
     triple(sources, document)
-
-
-def _drop_auto(section: dict[str, Any]) -> None:
-    for key, value in list(section.items()):
-        if value == "auto":
-            del section[key]
-        elif isinstance(value, dict):
-            _drop_auto(value)
 
 
 def triple(sources: Sources, document: Document) -> None:

@@ -22,9 +22,8 @@ from launchguard.report.wording import (
     place,
     rank_names,
     telling_digits,
-    worst_rank,
 )
-from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict
+from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict, worst_rank
 
 _SHOWN_CAUSES = 8
 # Defaults that decide the bytes are shown too; the others are in the JSON report.
@@ -74,7 +73,7 @@ def _answer(verdict: Verdict, advice: Sequence[Advice]) -> list[RenderableType]:
 
 
 def _headlines(verdict: Verdict) -> list[Text]:
-    worst = worst_rank(verdict.ranks)
+    worst = worst_rank(verdict.ranks) if verdict.ranks else None
     if verdict.verdict == "unknown" or worst is None:
         reason = verdict.confidence.reasons[0] if verdict.confidence.reasons else "nothing could be simulated"
         return [_labelled("warning[LG103]", "bold yellow", f"cannot tell whether this job fits: {reason}")]
@@ -177,7 +176,6 @@ def _change(change: Change, title: str) -> str:
 def _rank_tables(verdict: Verdict) -> list[RenderableType]:
     groups = grouped_ranks(verdict.ranks)
     worst = worst_rank(groups)
-    assert worst is not None
     parts: list[RenderableType] = []
     if len(groups) > 1:
         parts += [_summary(groups, verdict.job.world_size), ""]

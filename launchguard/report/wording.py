@@ -70,11 +70,6 @@ def place(phase: str, module: str) -> str:
     return f"{name}, at {module}" if module else name
 
 
-def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction | None:
-    """The prediction with the most device bytes; the first one among equals."""
-    return max(ranks, key=lambda rank: rank.peak.device_bytes, default=None)
-
-
 def grouped_ranks(ranks: Sequence[RankPrediction]) -> list[RankPrediction]:
     """Predictions that read the same are one, with all their ranks."""
     groups: dict[Any, RankPrediction] = {}

@@ -166,14 +166,13 @@ class ModuleMarks:
     def __init__(self, model: torch.nn.Module, tracker: Tracker) -> None:
         self.tracker = tracker
         self.modules, self.params, self.tensors = _tables(model)
-        index = {id(p): i for i, p in enumerate(self.tensors)}
         for i, (_, module) in enumerate(model.named_modules(remove_duplicate=True)):
             holds_parameters = next(module.parameters(), None) is not None
             module.register_forward_pre_hook(self._pre(i, holds_parameters), with_kwargs=True)
             module.register_forward_hook(self._post(i), always_call=True)
-        for p in self.tensors:
+        for i, p in enumerate(self.tensors):
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._grad(index[id(p)]))
+                p.register_post_accumulate_grad_hook(self._grad(i))
 
     def _pre(self, i: int, holds_parameters: bool) -> Callable[..., Any]:
         tracker = self.tracker

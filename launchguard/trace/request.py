@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -143,6 +144,7 @@ def _factory_hash(factory: str, python_path: str) -> str:
     return ""
 
 
+@functools.cache
 def _own_sources() -> str:
     """Sizes and times of this room's files: while launchguard is being developed, an edit makes a new key."""
     return ",".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sorted(Path(__file__).parent.glob("*.py")))

@@ -18,7 +18,7 @@ def main(request: TraceRequest, pipe: Connection) -> None:
     """Send ("progress", text)* and then ("trace", bytes) or ("error", (kind, message, where, help)); never returns."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    _silence(2)
+    _silence()
     try:
         trace = run(request, lambda text: pipe.send(("progress", text)))
         pipe.send(("trace", encode(trace)))
@@ -28,25 +28,17 @@ def main(request: TraceRequest, pipe: Connection) -> None:
         name = (e.name or "a library").split(".")[0]
         pipe.send(("error", ("unknown", f"{name} is not installed here", "", f"pip install {name} (a CPU build is enough)")))
     except BaseException as e:  # anything else is a job that cannot be traced: say where it stopped
-        pipe.send(
-            (
-                "error",
-                (
-                    "unknown",
-                    f"{type(e).__name__}: {_first_line(e)}",
-                    _user_line(e),
-                    "run with --model module:callable, or report the model",
-                ),
-            )
-        )
+        message, remedy = f"{type(e).__name__}: {_first_line(e)}", "run with --model module:callable, or report the model"
+        pipe.send(("error", ("unknown", message, _user_line(e), remedy)))
     pipe.close()
     os._exit(0)  # a Python PrivateUse1 backend aborts at interpreter exit
 
 
-def _silence(fd: int) -> None:
+def _silence() -> None:
+    """stdout and stderr are the parent's: nothing that a library prints may reach them."""
     if not os.environ.get("LAUNCHGUARD_DEBUG"):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, fd)
+        os.dup2(null, 2)
         os.dup2(null, 1)
 
 
