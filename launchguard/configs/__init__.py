@@ -26,8 +26,10 @@ from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.configs.script_args import ScriptArguments
 from launchguard.configs.script_source import ScriptSource
 from launchguard.errors import InputError
+from launchguard.installed import versions
 from launchguard.job import TRAINER_LOOPS, JobSpec, LaunchSpec, Origin, Setting, Settings, build_job
 
+_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl")  # a prediction depends on their versions
 _OPTION_FIELDS = ("device", "headroom", "micro_batch_size", "seq_len")
 _OPTION = "command line"
 _LOOPS = (*TRAINER_LOOPS, "accelerate", "deepspeed", "torch")
@@ -51,7 +53,7 @@ def resolve(launch: LaunchSpec, options: Mapping[str, Any]) -> JobSpec:
     for name, setting in asked.items():
         sources.settings.put(name, setting.value, setting.origin)
     _finish(sources)
-    return build_job(launch, sources.settings, _installed.versions())
+    return build_job(launch, sources.settings, versions(_LIBRARIES))
 
 
 # ---------------------------------------------------------------- reading

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
+from launchguard.installed import version_of
 from launchguard.job import Origin
 from launchguard.profiles.library_defaults import library_defaults
 
@@ -38,20 +38,6 @@ _SOURCES = {  # class -> (distribution, file in the package, its base among thes
     "DPOConfig": ("trl", os.path.join("trainer", "dpo_config.py"), "_BaseConfig"),
     "ModelConfig": ("trl", os.path.join("trainer", "model_config.py"), None),
 }
-
-
-def version_of(distribution: str) -> str | None:
-    """Installed version of a distribution; None when it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the libraries whose behaviour a prediction depends on."""
-    found = {name: version_of(name) for name in ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl")}
-    return {name: version for name, version in found.items() if version is not None}
 
 
 def default_of(distribution: str) -> str:

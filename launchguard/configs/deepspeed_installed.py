@@ -10,8 +10,9 @@ from io import StringIO
 from typing import Any
 
 from launchguard.configs import _files
-from launchguard.configs._installed import environ, version_of
+from launchguard.configs._installed import environ
 from launchguard.errors import InputError
+from launchguard.installed import version_of
 from launchguard.profiles.library_defaults import library_defaults
 
 GRADIENT_CLIPPING = float(library_defaults("deepspeed").values["gradient_clipping"])

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launchguard.configs import model_config, precision
-from launchguard.configs._installed import default_of, version_of
+from launchguard.configs._installed import default_of
 from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.errors import InputError
+from launchguard.installed import version_of
 from launchguard.job import Origin, Setting
 
 BATCH_NAMES = ("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size",

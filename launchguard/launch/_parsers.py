@@ -7,20 +7,11 @@ import importlib
 import io
 import re
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any, TypeVar
 
 from launchguard.errors import InputError
 
 T = TypeVar("T")
-
-
-def version_of(distribution: str) -> str:
-    """Installed version of a distribution, "?" when it has no metadata."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "?"
 
 
 def library(module: str, distribution: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from launchguard.errors import InputError
+from launchguard.installed import version_of
 from launchguard.job import LaunchSpec, Note, Origin, Setting
 from launchguard.launch import _parsers
 from launchguard.launch._environment import environ, inherited
@@ -190,7 +191,7 @@ def _world(args: Any) -> tuple[int, int, tuple[Note, ...]]:
 
 def _arguments(args: Any, given: Mapping[str, Any], typed: set[str], defaults: Any, config_file: str | None) -> dict[str, Setting]:
     """Accelerate's resolved namespace with origins: typed flag, key of the config file, or the library's default."""
-    default = f"default of accelerate {_parsers.version_of('accelerate')}"
+    default = f"default of accelerate {version_of('accelerate')}"
     keys = _config_keys(defaults) if defaults is not None else {}
     settings = {}
     for name, value in vars(args).items():

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launchguard.errors import InputError
+from launchguard.installed import version_of
 from launchguard.job import LaunchSpec, Note, Origin, Setting
 from launchguard.launch import _parsers
 from launchguard.launch._environment import environ, inherited
@@ -41,7 +42,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
     if args.autotuning:
         notes += (Note("LG301", "warning", "the autotuner changes the configuration while it runs; only the given one is predicted",
                        "--autotuning"),)  # fmt: skip
-    default = f"default of deepspeed {_parsers.version_of('deepspeed')}"
+    default = f"default of deepspeed {version_of('deepspeed')}"
     settings = {name: Setting(value, Origin("command line" if _stated(arguments, name) else default, f"--{name}"))
                 for name, value in vars(args).items() if name not in ("user_script", "user_args")}  # fmt: skip
     return LaunchSpec(

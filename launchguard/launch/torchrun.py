@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launchguard.errors import InputError
+from launchguard.installed import version_of
 from launchguard.job import LaunchSpec, Note, Origin, Setting
 from launchguard.launch import _parsers
 from launchguard.launch._environment import environ, inherited
@@ -37,7 +38,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
         notes += (Note("LG203", "info", "torch.distributed.launch adds --local-rank to the script's arguments", "--use-env"),)
     if not args.training_script:
         raise InputError("torchrun starts no script", where="torchrun", help="torchrun --nproc_per_node 8 train.py ...")
-    default = f"default of torch {_parsers.version_of('torch')}"
+    default = f"default of torch {version_of('torch')}"
     settings = {name: Setting(value, Origin("command line" if _stated(arguments, name) else default, f"--{name}"))
                 for name, value in vars(args).items() if not name.startswith("training_script")}  # fmt: skip
     return LaunchSpec(
@@ -57,7 +58,7 @@ def _parser(run: Any, module: str | None) -> Any:
 
 def _nproc(text: str, env: Mapping[str, str], gpus_per_node: int | None, stated: bool) -> tuple[int, Origin, tuple[Note, ...]]:
     """(processes per node, origin, notes). "gpu" and "auto" mean the GPUs of the node the job will run on, not of this one."""
-    flag = Origin("command line" if stated else f"default of torch {_parsers.version_of('torch')}", "--nproc_per_node")
+    flag = Origin("command line" if stated else f"default of torch {version_of('torch')}", "--nproc_per_node")
     if text.isdigit() and int(text) > 0:
         return int(text), flag, ()
     if text == "gpu" or (text == "auto" and count_gpus(env, gpus_per_node)[0] > 0):

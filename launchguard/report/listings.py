@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from launchguard import __version__
 from launchguard.errors import LaunchguardError
+from launchguard.installed import version_of
 from launchguard.profiles import DeviceProfile, detect
 from launchguard.report.wording import gib
 
@@ -50,10 +50,7 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "launchguard", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     for name, purpose in LIBRARIES.items():
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield name, f"not installed; needed to {purpose}: pip install {name}"
+        yield name, version_of(name) or f"not installed; needed to {purpose}: pip install {name}"
     yield from _devices()
     memory = psutil.virtual_memory()
     yield "host memory", f"{gib(memory.available)} available of {gib(memory.total)}"

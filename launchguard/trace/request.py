@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from launchguard import __version__
 from launchguard.errors import InputError
+from launchguard.installed import versions
 from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile
 
@@ -90,7 +90,7 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         use_liger_kernel=job.model.use_liger_kernel,
         fused_lm_head=job.loop == "sft" and job.model.config is not None and _trl_fuses(),
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
-        versions={**library_versions(), **job.versions},
+        versions={**versions(LIBRARIES), **job.versions},
     )
 
 
@@ -119,17 +119,6 @@ def _trl_fuses() -> bool:
 
 def _plain(value: Any) -> Any:
     return None if value is None else json.loads(json.dumps(value, default=str))
-
-
-def library_versions() -> dict[str, str]:
-    """Installed versions of the libraries that shape a trace, without importing them."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _factory_hash(factory: str, python_path: str) -> str:
