@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2
+VGPU := .venv-vgpu
+VGPU_STAMP := $(VGPU)/.installed
 
-.PHONY: demo test unit conformance lint types contracts wheel bench accuracy format clean
+.PHONY: demo test unit conformance lint types contracts wheel bench accuracy vgpu vgpu-truth format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +50,19 @@ bench: $(STAMP)  ## speed, each time as a ratio to what it cannot avoid
 
 accuracy: $(STAMP)  ## error on the measured cases
 	$(BIN)/python tests/benchmarks/accuracy.py tests/measured/vgpu_dev.yaml tests/measured/cases_dev.yaml
+
+$(VGPU_STAMP): $(STAMP)  # a CUDA build of torch, none of the nvidia wheels, and the libraries of .venv
+	test -x $(VGPU)/bin/python || $(PYTHON) -m venv $(VGPU)
+	$(VGPU)/bin/pip install --quiet --no-deps torch==2.14.1 triton bitsandbytes
+	mkdir -p build && $(BIN)/pip freeze --exclude-editable | grep -v '^torch[ =]' > build/vgpu-requirements.txt
+	$(VGPU)/bin/pip install --quiet --no-deps -r build/vgpu-requirements.txt
+	touch $(VGPU_STAMP)
+
+vgpu: $(VGPU_STAMP)  ## rehearsals on virtual cards: a second environment with a CUDA build of torch, no GPU
+	$(PYTEST) tests/rehearsal
+
+vgpu-truth: $(VGPU_STAMP)  ## every recorded virtual-card run again, through `launchguard rehearse`, to the byte (half an hour)
+	$(BIN)/python tests/benchmarks/rehearsal.py --python $(VGPU)/bin/python tests/measured/vgpu_dev.yaml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix launchguard integrations tests examples

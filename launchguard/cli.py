@@ -1,7 +1,8 @@
-"""The command line: launchguard check | run | devices | doctor.
+"""The command line: launchguard check | run | rehearse | devices | doctor.
 
 stdout carries the answer, stderr progress and errors. Exit codes. check: 0 fits, 1 exceeds, 2 bad input or usage, 3 unknown with --strict.
-run: the child's own; 78 refused because it would not fit; 125 launchguard could not work, with --strict; 2 the job's own files are broken.
+rehearse: as check; 4 the script itself failed. run: the child's own; 78 refused because it would not fit; 125 launchguard could not work,
+with --strict; 2 the job's own files are broken.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ import click
 from launchguard import __version__
 from launchguard.errors import InputError, LaunchguardError, NotTold
 
-FITS, EXCEEDS, BAD_INPUT, UNKNOWN, REFUSED, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 3, 78, 125, 130
+FITS, EXCEEDS, BAD_INPUT, UNKNOWN, SCRIPT_FAILED, REFUSED, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 3, 4, 78, 125, 130
 COMMAND_NOT_FOUND, COMMAND_NOT_EXECUTABLE = 127, 126
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -39,6 +41,8 @@ PREDICTION_OPTIONS = (
     _option("--gpus-per-node", type=click.IntRange(1), help="Devices per node, where the command leaves that to the node."),
     _option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any field of the job, e.g. zero.stage=3."),
     _option("--json", "json_file", metavar="FILE|-", help="Write the report as JSON (schema 1)."),
+    _option("--engine", type=click.Choice(["trace", "rehearse"]), default="trace", help="rehearse: run a stand-in job on virtual cards."),
+    _option("--python", metavar="PATH", help="With --engine rehearse: interpreter with the job's libraries (default: this one)."),
     _option("--no-cache", is_flag=True, help="Trace the model again, and do not keep the trace."),
     _option("--strict", is_flag=True, help="Treat what cannot be told as a failure."),
     _option("--quiet", is_flag=True, help="Print the answer alone."),
@@ -113,6 +117,54 @@ def _guard(command: Sequence[str], options: dict[str, Any]) -> int | None:
     return None
 
 
+@cli.command(context_settings=PASS_THROUGH)
+@_with_options(
+    _option("--device", metavar="NAME|BYTES", help="The card to rehearse on (default: this node's, through NVML)."),
+    _option("--headroom", metavar="10%|6GiB", help="Device memory to keep free (default: none, the whole card)."),
+    _option("--gpus-per-node", type=click.IntRange(1), help="Devices per node, where the command leaves that to the node."),
+    _option("--ranks", metavar="0,3", help="Ranks to run (default: the first and the last)."),
+    _option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Optimizer steps, then the script is stopped."),
+    _option("--through", type=click.Choice(["save"]), help="Go on through one evaluation and one save, to the script's end."),
+    _option("--time-limit", type=click.FloatRange(1), default=600.0, show_default=True, help="Seconds for each rank."),
+    _option("--jobs", type=click.IntRange(1), help="Ranks at a time (default: as many as there are cores)."),
+    _option("--random-weights", is_flag=True, help="Build models from their config: no weights are read, none need exist."),
+    _option("--padding", is_flag=True, help="Batches hold padding (default: masks are full)."),
+    _option("--allow-network", is_flag=True, help="Let the script reach the model hub."),
+    _option("--python", metavar="PATH", help="Interpreter with the job's libraries (default: this one)."),
+    _option("--json", "json_file", metavar="FILE|-", help="Write the report as JSON (schema 1)."),
+    _option("--strict", is_flag=True, help="Treat what cannot be told as a failure."),
+    _option("--quiet", is_flag=True, help="Print the answer alone."),
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def rehearse(command: tuple[str, ...], **options: Any) -> int:
+    """RUN the command's script, unmodified, on virtual GPUs: launchguard rehearse [options] -- torchrun train.py ...
+
+    The real CUDA torch, DeepSpeed, FSDP and Trainer, no GPU. Your code is executed: what Python writes goes to a scratch folder, trackers
+    are off, the hub is offline.
+    """
+    if not options["quiet"]:
+        click.echo("launchguard: running the script on virtual cards; no GPU is used, and what it writes is thrown away", err=True)
+    _interrupted_by(signal.SIGTERM, signal.SIGHUP)
+    outcome = _predict(command, options, engine="rehearse")
+    _report(outcome, options, answer_only=options["quiet"])
+    verdict = outcome.verdict
+    if any(note.code == "LG105" for note in verdict.notes):
+        return SCRIPT_FAILED
+    if verdict.verdict == "unknown":
+        return UNKNOWN if options["strict"] else FITS
+    return EXCEEDS if verdict.verdict == "exceeds" else FITS
+
+
+def _interrupted_by(*numbers: int) -> None:
+    """These signals end the command as Ctrl-C does: what was started is ended, what was written is removed."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in numbers:
+        signal.signal(number, interrupt)
+
+
 def _could_not_tell(reason: str, options: dict[str, Any]) -> int | None:
     click.echo(reason, err=True)
     if options["strict"]:
@@ -137,14 +189,15 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 # ---------------------------------------------------------------- predicting and reporting
-def _predict(command: Sequence[str], options: dict[str, Any]) -> Any:
-    from launchguard.preflight import preflight
+def _predict(command: Sequence[str], options: dict[str, Any], engine: str = "trace") -> Any:
+    from launchguard import preflight
 
     given = {k: v for k, v in options.items() if v not in (None, False, ())}
     given["set"] = dict(_key_value(text) for text in options.get("settings") or ())
     given.pop("settings", None)
     with _Progress(quiet=options["quiet"]) as progress:
-        return preflight(tuple(command), dict(os.environ), os.getcwd(), given, progress)
+        ask = preflight.rehearse if engine == "rehearse" else preflight.preflight
+        return ask(tuple(command), dict(os.environ), os.getcwd(), given, progress)
 
 
 def _key_value(text: str) -> tuple[str, str]:

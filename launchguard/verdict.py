@@ -184,10 +184,11 @@ def predict_rank(schedule: RankSchedule, job: JobSpec, outside: Outside, budget_
     if budget_bytes is not None and peak.device_bytes > budget_bytes:
         limit = budget_bytes - outside.total
         oom = replay(schedule.events, job.allocator_conf, max(limit, 1)).oom
-    return RankPrediction(schedule.ranks, timeline, tuple(phases), peak, _breakdown(timeline, peak, outside), oom)
+    return RankPrediction(schedule.ranks, timeline, tuple(phases), peak, breakdown(timeline, peak, outside), oom)
 
 
-def _breakdown(timeline: MemoryTimeline, peak: PhaseBytes, outside: Outside) -> dict[str, int]:
+def breakdown(timeline: MemoryTimeline, peak: PhaseBytes, outside: Outside) -> dict[str, int]:
+    """Bytes at the peak by category, summing to peak.device_bytes; what nobody claims is overhead."""
     parts = {c.value: 0 for c in Category}
     for (category, _), nbytes in timeline.live.items():
         parts[category.value] += nbytes

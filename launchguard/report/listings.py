@@ -15,6 +15,8 @@ from launchguard import __version__
 from launchguard.errors import LaunchguardError
 from launchguard.installed import version_of
 from launchguard.profiles import DeviceProfile, detect
+from launchguard.rehearsal.build import find_compiler
+from launchguard.rehearsal.target import find_target
 from launchguard.report.wording import gib
 
 LIBRARIES = {
@@ -54,8 +56,18 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield from _devices()
     memory = psutil.virtual_memory()
     yield "host memory", f"{gib(memory.available)} available of {gib(memory.total)}"
+    yield "rehearsal", _rehearsal()
     yield "can predict", "single device, DDP, FSDP1, FSDP2, ZeRO 0-3, LoRA; forward, backward, first and steady step"
     yield "cannot predict yet", "tensor, pipeline, context and expert parallelism; evaluation, save and resume; torch.compile's savings"
+
+
+def _rehearsal() -> str:
+    """Whether a rehearsal can run with this interpreter, and what is missing."""
+    try:
+        target = find_target(sys.executable)
+        return f"possible: torch {target.torch_version} (CUDA {target.cuda_version}), compiler {' '.join(find_compiler())}"
+    except LaunchguardError as e:
+        return f"not with this Python: {e.message}; {e.help}"
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -74,6 +74,9 @@ def _answer(verdict: Verdict, advice: Sequence[Advice]) -> list[RenderableType]:
 
 def _headlines(verdict: Verdict) -> list[Text]:
     worst = worst_rank(verdict.ranks) if verdict.ranks else None
+    failures = [note for note in verdict.notes if note.code == "LG105"]
+    if failures:
+        return [_labelled("error[LG105]", "bold red", note.message + (f"\n  at {note.origin}" if note.origin else "")) for note in failures]
     if verdict.verdict == "unknown" or worst is None:
         reason = verdict.confidence.reasons[0] if verdict.confidence.reasons else "nothing could be simulated"
         return [_labelled("warning[LG103]", "bold yellow", f"cannot tell whether this job fits: {reason}")]

@@ -60,6 +60,7 @@ def phase_name(phase: str) -> str:
     """ "backward_2" -> "backward (a steady step)"; names that stand for themselves stay."""
     base, _, step = phase.rpartition("_")
     if step in _STEPS and base:
+        base = base.replace("_", " ")
         return f"{'optimizer step' if base == 'step' else base} ({_STEPS[step]})"
     return _PHASES.get(phase, phase)
 

@@ -1,0 +1,129 @@
+"""The verdict on a rehearsal: the same report as a prediction's, made of what the ranks really did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from launchguard.job import JobSpec, Note
+from launchguard.profiles import DeviceProfile, devices
+from launchguard.rehearsal.record import RankRecord
+from launchguard.units import GIB
+from launchguard.verdict import Confidence, DeviceBudget, Outside, PhaseBytes, RankPrediction, Verdict, breakdown, causes_of, worst_rank
+
+SHOWN_DEVICES = 3
+
+
+def judge_records(
+    job: JobSpec, records: Sequence[RankRecord], unlimited: Mapping[int, RankRecord], device: DeviceProfile, budget: DeviceBudget,
+    known_job: bool,
+) -> Verdict:  # fmt: skip
+    """records: of every rehearsed rank on the card; unlimited: the same ranks without a limit, where they ran out of memory;
+    known_job: the configuration was read, so that causes can be named."""
+    ranks = tuple(_prediction(record, unlimited.get(record.rank), device) for record in records if record.phases)
+    failed = [record for record in records if record.result not in ("ok", "oom")]
+    notes = [*job.notes, *_failures(failed), *_observations(records)]
+    if failed or not ranks:
+        reason = notes[len(job.notes)].message if failed else "no rank reached the card"
+        return Verdict("unknown", job, budget, ranks, (), (), Confidence("low", (reason,)), (0, 0), tuple(notes), {})
+    worst = worst_rank(ranks)
+    exceeds = any(record.result == "oom" for record in records)
+    if exceeds:
+        notes += _would_fit(worst, device)
+    causes = tuple(causes_of(job, worst)) if exceeds and known_job and worst.timeline.live else ()
+    interval = (
+        worst.peak.device_bytes - device.context_bytes + device.context_low,
+        worst.peak.device_bytes - device.context_bytes + device.context_high,
+    )
+    return Verdict("exceeds" if exceeds else "fits", job, budget, ranks, (), causes, _confidence(records), interval, tuple(notes),
+                   {f"rank {record.rank}": round(record.seconds, 2) for record in records})  # fmt: skip
+
+
+def _prediction(record: RankRecord, unlimited: RankRecord | None, device: DeviceProfile) -> RankPrediction:
+    """What the rank needs (without a limit, where that is known), and the allocation that failed on the card."""
+    need = unlimited if unlimited is not None and unlimited.result == "ok" else record
+    communication = max(0, need.device_peak_bytes - need.reserved_bytes - device.context_bytes)
+    outside = Outside(device.context_bytes, device.context_low, device.context_high, communication, communication, communication)
+    timeline = replace(need.timeline(), oom=record.oom)
+    phases = tuple(PhaseBytes(p.name, "", p.allocated_bytes, p.reserved_bytes, p.reserved_bytes + outside.total) for p in timeline.phases)
+    peak = PhaseBytes(need.peak_phase, "", need.allocated_bytes, need.reserved_bytes, need.reserved_bytes + outside.total)
+    return RankPrediction((record.rank,), timeline, phases, peak, breakdown(timeline, peak, outside), record.oom)
+
+
+def _failures(failed: Sequence[RankRecord]) -> list[Note]:
+    return [Note("LG105", "error", f"rank {record.rank}: {_failure(record)}", _where(record)) for record in failed]
+
+
+def _failure(record: RankRecord) -> str:
+    if record.result == "timeout":
+        return f"the time limit came after {record.optimizer_steps} optimizer steps; the last lines of its log:\n{record.log}"
+    if record.failure is None:
+        how = f"ended by signal {-record.exit_code}" if record.exit_code < 0 else f"ended with exit code {record.exit_code}"
+        return f"the script {how}; the last lines of its log:\n{record.log}"
+    phase = record.failed_in or "load"
+    message = record.failure.message.strip() or "no message"
+    return f"the script fails in {phase}: {record.failure.type}: {message}"
+
+
+def _where(record: RankRecord) -> str:
+    failure = record.failure
+    return "" if failure is None or not failure.where else failure.where + (f": {failure.line}" if failure.line else "")
+
+
+def _observations(records: Sequence[RankRecord]) -> list[Note]:
+    """What was seen that a reader must know to trust the figures."""
+    notes = []
+    first = records[0]
+    kept = sorted({path for record in records for path in record.kept})
+    if kept:
+        notes.append(
+            Note(
+                "LG124",
+                "info",
+                f"the script would delete or move {', '.join(kept[:3])}{' ...' if len(kept) > 3 else ''}; it was left alone",
+            )
+        )
+    reads = sorted({where for record in records for where in record.value_reads})
+    if reads:
+        where = ", ".join(reads[:3])
+        notes.append(Note("LG311", "warning", f"the script branches on values from the card, which are zero in a rehearsal, at {where}: "
+                          "the real job may take another way"))  # fmt: skip
+    if any(record.convolutions for record in records):
+        notes.append(Note("LG310", "warning", "convolutions run without cuDNN's workspace: a lower bound for convolutional models"))
+    if all(record.result == "ok" for record in records) and any(record.retries for record in records):
+        notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    if versions:
+        steps = min(record.optimizer_steps for record in records)
+        notes.append(
+            Note("LG123", "info", f"rehearsed {steps} optimizer steps on ranks {', '.join(str(r.rank) for r in records)} with {versions}")
+        )
+    return notes
+
+
+def _confidence(records: Sequence[RankRecord]) -> Confidence:
+    reasons = []
+    if any(record.convolutions for record in records):
+        reasons.append("convolutions run without workspace")
+    if any(record.value_reads for record in records):
+        reasons.append("the script branches on values from the card, which are zero")
+    if any(record.optimizer_steps == 0 for record in records if record.result == "ok"):
+        reasons.append("the script made no optimizer step")
+    return Confidence("medium" if reasons else "high", tuple(reasons))
+
+
+def _would_fit(worst: RankPrediction, device: DeviceProfile) -> list[Note]:
+    """The smallest known CUDA cards that hold what the rank needed without a limit; not scaled for what the other card's kernels need."""
+    if worst.oom is not None and worst.peak.reserved_bytes <= worst.oom.reserved_bytes:
+        return []  # it failed on the way, and what it needs is not known
+    outside = worst.peak.device_bytes - worst.peak.reserved_bytes - device.context_bytes
+    fitting = [d for d in devices() if d.vendor == "nvidia" and d.total_bytes - d.context_bytes - outside >= worst.peak.reserved_bytes]
+    names = [d.name for d in sorted(fitting, key=lambda d: d.total_bytes)][:SHOWN_DEVICES]
+    need = f"{worst.peak.device_bytes / GIB:.1f} GiB"
+    return [
+        Note(
+            "LG122",
+            "info",
+            f"without a limit it needs {need}" + (f"; the smallest cards that hold it: {', '.join(names)}" if names else ""),
+        )
+    ]
