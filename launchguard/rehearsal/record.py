@@ -46,7 +46,7 @@ class RankRecord:
     seconds: float = 0.0
     host_peak_bytes: int = 0
     exit_code: int = 0
-    log: str = ""  # its last lines, when it did not end well
+    log: str = ""  # the last lines that it printed
 
     def timeline(self) -> MemoryTimeline:
         """The record as a MemoryTimeline."""

@@ -111,8 +111,7 @@ def _collect(one: _Running) -> RankRecord:
     _kill(one)
     text = "\n".join(one.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
     if one.record.is_file():
-        record = read_record(one.rank, json.loads(one.record.read_text()))
-        return replace(record, log=text if record.result in ("error", "oom") else "")
+        return replace(read_record(one.rank, json.loads(one.record.read_text())), log=text)
     return RankRecord(one.rank, "timeout" if timed_out else "killed", exit_code=one.process.returncode, log=text)
 
 

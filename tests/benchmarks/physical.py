@@ -1,0 +1,92 @@
+"""python tests/benchmarks/physical.py --python PATH [--kind a6000|t4]: published runs on physical cards, rehearsed.
+
+PATH: an interpreter with a CUDA build of torch; for the A6000 rows with transformers 4.57.6, because newer versions stopped expanding
+K and V for grouped-query attention, which changes these peaks. Prints virtual against physical max_memory_allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launchguard import launch
+from launchguard.profiles import device
+from launchguard.rehearsal import build, run, target
+from launchguard.trace.cache import cache_dir
+
+SCRIPT = Path(__file__).resolve().parents[1] / "rehearsal" / "scripts" / "published_loop.py"
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+                     "head_dim": 64, "tie_word_embeddings": True},
+    "llama-3.2-3b": {**LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+                     "head_dim": 128, "tie_word_embeddings": True},
+    "llama-3.1-8b": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                     "head_dim": 128},
+    "qwen2.5-1.5b": {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                     "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}  # fmt: skip
+A6000 = [  # model, precision, checkpointing, attention, LoRA rank, measured decimal GB (vramcalc 0.1.2, README)
+    ("llama-3.2-1b", "pure", False, "sdpa", 0, 17.51), ("llama-3.2-1b", "pure", True, "sdpa", 0, 13.76),
+    ("llama-3.2-1b", "amp", False, "sdpa", 0, 30.55), ("llama-3.2-1b", "amp", True, "sdpa", 0, 25.22),
+    ("llama-3.2-1b", "pure", False, "eager", 0, 30.26), ("llama-3.2-3b", "pure", True, "sdpa", 0, 32.15),
+    ("qwen2.5-1.5b", "pure", False, "sdpa", 0, 23.40), ("llama-3.2-1b", "pure", False, "sdpa", 16, 10.13),
+    ("llama-3.2-1b", "amp", False, "sdpa", 16, 14.52), ("llama-3.2-1b", "amp", True, "sdpa", 16, 9.51),
+    ("llama-3.2-3b", "pure", False, "sdpa", 16, 18.98), ("llama-3.1-8b", "pure", True, "sdpa", 16, 20.55),
+    ("qwen2.5-1.5b", "pure", False, "sdpa", 16, 13.78),
+]  # fmt: skip
+T4 = [  # model_type, task, batch, seq, measured bytes (torch-preflight 0.5, tests/calibration/measured_peaks.json)
+    ("gpt2", "AutoModelForCausalLM", 4, 128, 2705153536), ("gpt2", "AutoModelForCausalLM", 8, 256, 5736883712),
+    ("bert", "AutoModel", 4, 128, 2209738240), ("bert", "AutoModel", 8, 256, 3185408000),
+    ("distilbert", "AutoModel", 4, 128, 1354818048), ("distilbert", "AutoModel", 8, 256, 1757328384),
+]  # fmt: skip
+
+
+def rows(kind: str) -> list[tuple[str, dict[str, Any], float]]:
+    """(name, what published_loop.py reads, measured bytes)"""
+    if kind == "a6000":
+        keys = ("config", "precision", "checkpointing", "attention", "lora")
+        return [(f"{m} {p}{' ckpt' if c else ''} {a} lora {r}", dict(zip(keys, (MODELS[m], p, c, a, r))), gb * 1e9)
+                for m, p, c, a, r, gb in A6000]  # fmt: skip
+    return [(f"{m} b{b} s{s}", {"config": {"model_type": m}, "task": t, "batch": b, "seq": s}, n) for m, t, b, s, n in T4]
+
+
+def virtual_peak(kind: str, row: dict[str, Any], python: str, stubs: build.Stubs) -> int:
+    """The peak that the loop prints."""
+    card = device("rtx-a6000" if kind == "a6000" else "t4")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "row.json").write_text(json.dumps(row))
+        spec = launch.parse(["python", str(SCRIPT), kind, "row.json"], dict(os.environ), folder)
+        plan = run.Plan(spec, card, card.total_bytes, (0,), python, stubs, steps=1_000_000, random_weights=True)
+        record = run.run(plan, os.environ, lambda text: None)[0]
+        if record.result != "ok":
+            sys.exit(f"{record.result}: {record.failure} {record.log}")
+        return int(next(line for line in record.log.splitlines() if line.startswith("PEAK")).split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--kind", choices=["a6000", "t4"], default="a6000")
+    arguments = parser.parse_args()
+    environment = target.find_target(arguments.python)
+    stubs = build.build(environment, cache_dir())
+    errors = []
+    for name, row, measured in rows(arguments.kind):
+        virtual = virtual_peak(arguments.kind, row, environment.python, stubs)
+        errors.append(abs(virtual - measured) / measured * 100)
+        print(
+            f"{name:40s} physical {measured / 1e9:8.3f} GB  virtual {virtual / 1e9:8.3f} GB  {(virtual - measured) / measured * 100:+.2f} %",
+            flush=True,
+        )
+    print(f"{len(errors)} rows: mean |difference| {sum(errors) / len(errors):.3f} %, largest {max(errors):.2f} %")
+
+
+if __name__ == "__main__":
+    main()
