@@ -1,4 +1,4 @@
-"""The command line: launchguard check | run | rehearse | devices | doctor.
+"""The command line: launchguard check | run | rehearse | explain | devices | doctor.
 
 stdout carries the answer, stderr progress and errors. Exit codes. check: 0 fits, 1 exceeds, 2 bad input or usage, 3 unknown with --strict.
 rehearse: as check; 4 the script itself failed. run: the child's own; 78 refused because it would not fit; 125 launchguard could not work,
@@ -274,6 +274,16 @@ def devices(as_json: bool) -> int:
 
 
 @cli.command()
+@click.argument("code", required=False)
+def explain(code: str | None) -> int:
+    """What a code of a note, an error or a piece of advice means; without CODE all of them."""
+    from launchguard.report import explain as pages
+
+    click.echo(pages.page(code) if code else pages.listing(), nl=False)
+    return FITS
+
+
+@cli.command()
 def doctor() -> int:
     """Versions, detected devices, free memory, and what can be predicted here."""
     from launchguard.report.listings import doctor_report
@@ -284,9 +294,10 @@ def doctor() -> int:
 
 # ---------------------------------------------------------------- errors
 def _described(e: LaunchguardError) -> str:
-    """ "error: fact (where)" and "help: remedy" on a line of their own."""
+    """ "error[CODE]: fact (where)" and "help: remedy" on a line of their own."""
     where = f" ({e.where})" if e.where and e.where not in e.message else ""
-    return f"error: {e.message}{where}" + (f"\nhelp: {e.help}" if e.help else "")
+    label = f"error[{e.code}]" if e.code else "error"
+    return f"{label}: {e.message}{where}" + (f"\nhelp: {e.help}" if e.help else "")
 
 
 def _internal(e: BaseException) -> str:

@@ -15,13 +15,15 @@ class LaunchguardError(Exception):
     message: the fact with the value in it, lower case, no period.
     where:   "file:line key" or the option; empty when the message says it.
     help:    the remedy; empty when there is none to offer.
+    code:    stable name of the kind of error ("LG252"), with a page in `launchguard explain`; empty for a kind without one.
     """
 
-    def __init__(self, message: str, *, where: str = "", help: str = "") -> None:
+    def __init__(self, message: str, *, where: str = "", help: str = "", code: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.where = where
         self.help = help
+        self.code = code
 
 
 class InputError(LaunchguardError):

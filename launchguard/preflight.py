@@ -28,12 +28,14 @@ class Outcome:
     advice: tuple[Advice, ...] = ()
 
 
-def preflight(argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Mapping[str, Any], progress: Progress) -> Outcome:
-    """Predict a launch command. Nothing is launched, no file of the user's is written.
+def preflight(
+    argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Mapping[str, Any], progress: Progress, advise: bool = True
+) -> Outcome:
+    """Predict a launch command. Nothing is launched, no file of the user's is written. advise: look for changes that fit.
     A job that cannot be simulated gives the verdict "unknown". Raises InputError for input that cannot be used."""
     started = time.perf_counter()
     progress("reading the launch command")
-    gpus = options.get("gpus_per_node")
+    gpus = configs.gpus_per_node(options, cwd)
     if argv:
         spec = launch.parse(argv, env, cwd, gpus_per_node=gpus)
     else:
@@ -43,19 +45,20 @@ def preflight(argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Ma
     if options.get("engine") == "rehearse":
         return rehearse_stand_in(job, env, options, progress)
     timing = {"parse": time.perf_counter() - started}
-    return predict(job, progress, timing, use_cache=not options.get("no_cache"))
+    return predict(job, progress, timing, use_cache=not options.get("no_cache"), advise=advise)
 
 
 def predict(
-    job: JobSpec, progress: Progress = lambda text: None, timing: Mapping[str, float] | None = None, use_cache: bool = True
-) -> Outcome:
+    job: JobSpec, progress: Progress = lambda text: None, timing: Mapping[str, float] | None = None, use_cache: bool = True,
+    advise: bool = True,
+) -> Outcome:  # fmt: skip
     """The verdict on a job, with advice when it does not fit."""
     simulator = Simulator(job, progress, use_cache)
     try:
         verdict = simulator.simulate(job, timing)
     except Unpredictable as e:
         return Outcome(unknown_verdict(job, simulator.budget, " - ".join(x for x in (e.message, e.where, e.help) if x)))
-    if verdict.verdict != "exceeds":
+    if verdict.verdict != "exceeds" or not advise:
         return Outcome(verdict)
     progress("looking for changes that fit")
     return Outcome(verdict, tuple(advice.advise(verdict, simulator.simulate)))

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = (".py", ".yaml", ".json", ".typed", ".sbatch", ".sh")
+DATA = (".py", ".yaml", ".json", ".typed", ".sbatch", ".sh", ".md")
 
 
 def expected_files() -> set[str]:
@@ -34,6 +34,7 @@ def main(dist: str, venv: str) -> int:
         (["--version"], 0, "launchguard"),
         (["devices"], 0, "h100-80-sxm"),
         (["doctor"], 0, "not installed"),
+        (["explain", "LG248"], 0, "nothing to shard"),
         (
             ["check", "--device", "24GiB", "--model", str(ROOT / "examples/models/tiny-llama"), "--", "python", "train.py"],
             0,

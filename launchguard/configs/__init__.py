@@ -13,6 +13,7 @@ from launchguard.configs import (
     _installed,
     accelerate_yaml,
     deepspeed_json,
+    diagnose,
     fsdp,
     job_file,
     model_config,
@@ -53,7 +54,19 @@ def resolve(launch: LaunchSpec, options: Mapping[str, Any]) -> JobSpec:
     for name, setting in asked.items():
         sources.settings.put(name, setting.value, setting.origin)
     _finish(sources)
+    memory = job_file.memory_of(*found) if found else None
+    if memory is not None:
+        sources.settings.note("LG322", "warning", "host RAM is predicted, but not yet held against node.memory", memory.origin)
     return build_job(launch, sources.settings, versions(_LIBRARIES))
+
+
+def gpus_per_node(options: Mapping[str, Any], cwd: str) -> int | None:
+    """GPUs of one node of the job: --gpus-per-node, else node: {gpus: N} of launchguard.yaml."""
+    stated = options.get("gpus_per_node")
+    if stated is not None:
+        return int(stated)
+    found = job_file.find_in(cwd, options.get("job"))
+    return job_file.gpus_of(*found) if found else None
 
 
 # ---------------------------------------------------------------- reading
@@ -300,6 +313,7 @@ def _finish(sources: Sources) -> None:
     precision.derive(settings, training_args.mixed_precision(sources))
     settings.default("optimizer.name", "adamw", Origin("default of launchguard", "optimizer"))
     _note_conflicts(settings)
+    diagnose.note(sources)
     other = sources.source.not_modelled()
     if other is not None:
         settings.note(

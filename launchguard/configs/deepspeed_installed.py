@@ -101,7 +101,7 @@ def _construct(document: dict[str, Any], name: str) -> Any:
     except Exception as error:  # DeepSpeedConfigError, pydantic's ValidationError, AssertionError, ValueError, TypeError
         key, reason = _reason(error, document)
         raise InputError(f"deepspeed {version_of('deepspeed')} refuses the config: {reason}", where=f"{name}:{key}" if key else name,
-                         help="remove or correct the key") from error  # fmt: skip
+                         help="remove or correct the key", code="LG251") from error  # fmt: skip
     finally:
         logger.setLevel(level)
 

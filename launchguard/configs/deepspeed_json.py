@@ -45,6 +45,7 @@ _ELSEWHERE = {  # fields of ZeroSpec that do not stand in zero_optimization unde
     "bf16_optimizer_states": "bf16.bf16_optimizer_states", "fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
     "immediate_grad_update": "bf16.immediate_grad_update",
 }  # fmt: skip
+_LOW = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}  # mixed_precision -> section of the config
 _SECTIONS = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "bfloat16",
              "optimizer", "optimizer.params", "data_types", "torch_autocast", "tensor_parallel", "compile")  # fmt: skip
 _DERIVED = ("dtype", "zero_init")
@@ -206,7 +207,8 @@ def _refuse_ignored_fields(sources: Sources, file: str) -> None:
     if found:
         origins = {name: sources.launch.arguments[name].origin for name in found if name in sources.launch.arguments}
         raise InputError(f"{', '.join(found)} cannot stand in the Accelerate config beside deepspeed_config_file {file}",
-                         where=str(next(iter(origins.values()), file)), help=f"remove them there and set them in {file}")  # fmt: skip
+                         where=str(next(iter(origins.values()), file)), help=f"remove them there and set them in {file}",
+                         code="LG254")  # fmt: skip
 
 
 # ---------------------------------------------------------------- the config in full
@@ -215,9 +217,11 @@ def apply(sources: Sources, document: Document) -> None:
     _check_sections(document)
     sources.settings.put("strategy", "zero", document.origin("zero_optimization.stage"))
     _ask_what_if(sources, document)
+    _refuse_early_auto(sources)
     if sources.loop in ("deepspeed", "torch"):
         _complete_raw(sources, document)
     else:
+        _refuse_other_precision(sources, document)
         if sources.is_trainer:
             _complete_trainer(sources, document)
         _complete_plugin(sources, document)
@@ -254,7 +258,7 @@ def _complete_raw(sources: Sources, document: Document) -> None:
     for key in (*_BATCH, "gradient_clipping"):
         if document.get(key) == "auto":
             message = f'{key} is "auto", which the Trainer or Accelerate fill, and neither runs here'
-            raise InputError(message, where=str(document.origin(key)), help="write a number")
+            raise InputError(message, where=str(document.origin(key)), help="write a number", code="LG256")
     for section in [value for value in document.tree.values() if isinstance(value, dict)]:
         deepspeed_installed.drop_auto(section)
     triple(sources, document)
@@ -269,7 +273,7 @@ def triple(sources: Sources, document: Document) -> None:
         stated = sources.settings.get("micro_batch_size")
         if stated is None:
             raise InputError("neither train_batch_size nor train_micro_batch_size_per_gpu is given", where=document.name,
-                             help="add train_micro_batch_size_per_gpu")  # fmt: skip
+                             help="add train_micro_batch_size_per_gpu", code="LG252")  # fmt: skip
         micro = int(stated)
     if micro is None:
         micro = int(total or 0) // world // (steps or 1)
@@ -279,7 +283,7 @@ def triple(sources: Sources, document: Document) -> None:
         product = f"micro-batch {micro} x accumulation {steps} x {world} ranks = {micro * steps * world}"
         raise InputError(f"train_batch_size {stated_total} is not {product}",
                          where=", ".join(str(document.origin(key)) for key in _BATCH if document.has(key)),
-                         help=f"set train_batch_size to {max(1, micro) * steps * world}, or drop it")  # fmt: skip
+                         help=f"set train_batch_size to {max(1, micro) * steps * world}, or drop it", code="LG252")  # fmt: skip
     for field, key, value in (("micro_batch_size", _BATCH[1], micro), ("gradient_accumulation_steps", _BATCH[2], steps)):
         given = next((name for name in (key, _BATCH[0]) if document.has(name)), None)
         source = document.origin(given) if given else Origin(default_of("deepspeed"), key)
@@ -336,7 +340,7 @@ def _refuse_mismatches(document: Document, mismatches: list[tuple[str, Any, Sett
     facts = [f"{key} is {value}, but {setting.value} in the training arguments ({setting.origin})" for key, value, setting in mismatches]
     keys = ", ".join(key for key, _, _ in mismatches)
     raise InputError("; ".join(facts), where=", ".join(str(document.origin(key)) for key, _, _ in mismatches),
-                     help=f'set {keys} to "auto", or make the values equal')  # fmt: skip
+                     help=f'set {keys} to "auto", or make the values equal', code="LG253")  # fmt: skip
 
 
 def _flat(value: Any) -> list[Any]:
@@ -358,18 +362,23 @@ def _complete_plugin(sources: Sources, document: Document) -> None:
 
 
 def _complete_mixed_precision(sources: Sources, document: Document) -> None:
-    """DeepSpeedPlugin.set_mixed_precision: a missing section is added, the other dtype must not be on."""
+    """DeepSpeedPlugin.set_mixed_precision: a missing section is added."""
     mixed = training_args.mixed_precision(sources)
-    wanted = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(str(mixed.value).lower())
+    wanted = _LOW.get(str(mixed.value).lower())
     for section in ("bf16", "fp16"):
         if wanted == section and document.get(section) is None:
             document.put(f"{section}.enabled", True, mixed.origin)
         document.fill(f"{section}.enabled", Setting(wanted == section, mixed.origin))
-    other = {"bf16": "fp16", "fp16": "bf16"}.get(wanted or "")
+
+
+def _refuse_other_precision(sources: Sources, document: Document) -> None:
+    """The same function, before the Trainer's own comparison: the other dtype must not be on in the config."""
+    mixed = training_args.mixed_precision(sources)
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(_LOW.get(str(mixed.value).lower(), ""))
     if other and str(document.get(f"{other}.enabled")).lower() == "true":
         raise InputError(f"mixed_precision is {mixed.value} ({mixed.origin}), but the DeepSpeed config turns {other} on",
                          where=str(document.origin(f"{other}.enabled")),
-                         help=f"set {other}.enabled to false, or mixed_precision to {other}")  # fmt: skip
+                         help=f"set {other}.enabled to false, or mixed_precision to {other}", code="LG255")  # fmt: skip
 
 
 def _complete_accelerate(sources: Sources, document: Document) -> None:
@@ -462,8 +471,8 @@ def _put_dtype(sources: Sources, document: Document) -> None:
 
 
 def _put_zero_init(sources: Sources, document: Document) -> None:
-    """zero.Init: the Trainer and Accelerate turn it on for stage 3 (ACCELERATE_DEEPSPEED_ZERO3_INIT); plain DeepSpeed leaves it to the
-    script. A config that was written for Accelerate by hand may switch it off."""
+    """zero.Init: the Trainer and Accelerate register stage 3 whatever zero3_init_flag says (accelerate 1.15 utils/dataclasses.py:
+    DeepSpeedPlugin.set_deepspeed_weakref), and from_pretrained looks at that alone; plain DeepSpeed leaves it to the script."""
     stage3 = sources.settings.get("zero.stage") == 3
     if sources.loop in ("deepspeed", "torch"):
         used = sources.source.used.get("Init") or sources.source.used.get("HfDeepSpeedConfig")
@@ -472,15 +481,41 @@ def _put_zero_init(sources: Sources, document: Document) -> None:
     searching = sources.args.stated("auto_find_batch_size") if sources.is_trainer and stage3 else None
     if searching is not None and searching.value:  # transformers 5.24 trainer.py:create_accelerator_and_postprocess
         raise InputError("auto_find_batch_size is refused with ZeRO-3", where=str(searching.origin),
-                         help="drop it: launchguard fit finds the largest micro-batch")  # fmt: skip
+                         help="drop it: launchguard fit finds the largest micro-batch", code="LG257")  # fmt: skip
     early = sources.source.model_before_arguments() if sources.is_trainer and stage3 else None
     if early is not None:
         sources.settings.put("zero.zero_init", False, early.origin)
         message = "the model is loaded before the training arguments exist, so zero.Init is off and every rank loads all of it"
         sources.settings.note("LG228", "warning", message, early.origin)
         return
-    flag = fsdp.variable(sources, "ACCELERATE_DEEPSPEED_ZERO3_INIT", stage3)
-    sources.settings.put("zero.zero_init", stage3 and fsdp.boolean(flag.value, flag.origin), flag.origin)
+    sources.settings.put("zero.zero_init", stage3, sources.settings.origin("zero.stage") or Origin(default_of("accelerate"), "zero.Init"))
+    _refuse_device_map(sources)
+
+
+def _refuse_device_map(sources: Sources) -> None:
+    """transformers 5.24 integrations/accelerate.py:check_and_set_device_map; low_cpu_mem_usage is dropped there without a word."""
+    call = sources.source.model_call()
+    stated = sources.args.stated("device_map") or (call.keywords.get("device_map") if call else None)
+    if stated is not None and stated.value is not None and sources.settings.get("zero.zero_init"):
+        raise InputError(f"DeepSpeed ZeRO-3 is not compatible with passing a device_map ({stated.value})", where=str(stated.origin),
+                         help="remove device_map: each rank holds its own shard", code="LG258")  # fmt: skip
+
+
+def _refuse_early_auto(sources: Sources) -> None:
+    """deepspeed.zero.Init(config_dict_or_path=...) is given to plain DeepSpeed, which does not fill "auto" (deepspeed 0.19.8 runtime/zero/
+    partition_parameters.py:Init.__init__, runtime/config.py:_batch_assertion)."""
+    call = sources.source.first("Init")
+    written = (
+        (call.keywords.get("config_dict_or_path") or call.keywords.get("config")) if call and call.owner in ("zero", "deepspeed") else None
+    )
+    if written is None:
+        return
+    document = _document(written.value, written.origin, sources)
+    automatic = [key for key in _BATCH if document.get(key) == "auto"]
+    if automatic:
+        raise InputError(f'{", ".join(automatic)} in {document.name}: "auto" is filled by the Trainer, and zero.Init reads the file itself',
+                         where=str(written.origin), help="write numbers for micro-batch and accumulation, and leave train_batch_size out",
+                         code="LG256")  # fmt: skip
 
 
 def _put_optimizer(sources: Sources, document: Document) -> None:

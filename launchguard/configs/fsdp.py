@@ -208,6 +208,11 @@ def note_inert(sources: Sources, version: int, stated: Mapping[str, Origin]) -> 
     for key, origin in stated.items():
         if key in (_INERT_IN_2 if version == 2 else ()):
             sources.settings.note("LG227", "warning", f"{key} has no effect with FSDP2", origin)
+    if version == 2 and "sharding_strategy" in stated:
+        value = sources.settings.get("fsdp.reshard_after_forward")
+        meaning = "FULL_SHARD: true, SHARD_GRAD_OP: false"
+        message = f"FSDP2 calls sharding_strategy reshard_after_forward ({meaning}); {str(value).lower()} is in effect"
+        sources.settings.note("LG230", "warning", message, stated["sharding_strategy"])
 
 
 def _note_environment(sources: Sources) -> None:
@@ -244,6 +249,7 @@ def _put_checkpointing(sources: Sources, setting: Setting) -> None:
     if settings.get("activation_checkpointing.enabled") and sources.is_trainer:
         other = settings.origin("activation_checkpointing.enabled")
         raise InputError("activation checkpointing is on twice, in the FSDP config and in the training arguments",
-                         where=f"{setting.origin} and {other}", help="keep FSDP's and drop --gradient_checkpointing")  # fmt: skip
+                         where=f"{setting.origin} and {other}", help="keep FSDP's and drop --gradient_checkpointing",
+                         code="LG259")  # fmt: skip
     settings.put("activation_checkpointing.enabled", True, setting.origin)
     settings.put("activation_checkpointing.via", "fsdp", setting.origin)

@@ -11,6 +11,7 @@ fsdp: {wrap_classes: [Block], reshard_after_forward: true}
 precision: {params: float32, compute: bfloat16, reduce: float32}
 lora: {r: 16, target_modules: [q_proj, v_proj]}
 optimizer: adamw                       # or {name: adamw, implementation: fused}
+node: {gpus: 8, memory: 1TB}           # of one node of the job, where this machine is not one
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from launchguard import job
 from launchguard.configs import _files
 from launchguard.errors import InputError
 from launchguard.job import InputTensor, LaunchSpec, Origin, Setting
-from launchguard.units import dtype_name
+from launchguard.units import dtype_name, parse_bytes
 
 NAME = "launchguard.yaml"
 _PARTS: Mapping[str, type] = {
@@ -37,9 +38,18 @@ _PARTS: Mapping[str, type] = {
 }  # fmt: skip
 _NOT_FIELDS = ("launch", "versions", "origins", "notes")
 _FILES = ("deepspeed", "accelerate", "fsdp_config")
+_NODE = {"gpus", "memory"}
 _SHORT = {"model": "source", "optimizer": "name", "activation_checkpointing": "enabled"}  # section written as one value -> its field
 _ALIASES = {"precision.params": "precision.storage", "model.callable": "model.source", "model.path": "model.source"}
 _STRATEGIES = ("single", "ddp", "zero", "fsdp1", "fsdp2")
+
+
+def find_in(cwd: str, path: str | None) -> tuple[str, dict[str, Any]] | None:
+    """As find, before a launch is known: the file asked for, else the one in the working directory."""
+    name = path or NAME
+    if path is None and not os.path.isfile(_files.resolve_path(name, cwd)):
+        return None
+    return name, _files.parse_yaml(_files.read_text(name, cwd, "job file"), name, "job file")
 
 
 def find(launch: LaunchSpec, path: str | None) -> tuple[str, dict[str, Any]] | None:
@@ -58,7 +68,7 @@ def settings_of(name: str, content: Mapping[str, Any]) -> dict[str, Setting]:
     """Dotted field -> setting. Raises InputError for a key that is no field."""
     found: dict[str, Setting] = {}
     for key, value in _flatten(content):
-        if key in _FILES:
+        if key in (*_FILES, "node"):
             continue
         field = _ALIASES.get(key, key)
         origin = Origin(name, key)
@@ -66,6 +76,31 @@ def settings_of(name: str, content: Mapping[str, Any]) -> dict[str, Setting]:
         if key == "precision.params":
             found["precision.load"] = found[field]
     return found
+
+
+def gpus_of(name: str, content: Mapping[str, Any]) -> int | None:
+    """node: {gpus: N}: GPUs of one node; None when the file does not say."""
+    node = content.get("node")
+    if node is None:
+        return None
+    if not isinstance(node, Mapping) or set(node) - _NODE:
+        raise InputError(f"node is {node!r}", where=f"{name}:node", help="node: {gpus: 8}")
+    gpus = node.get("gpus")
+    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1):
+        raise InputError(f"node.gpus is {gpus!r}, not a number of GPUs", where=f"{name}:node.gpus", help="give 1 or more")
+    return gpus
+
+
+def memory_of(name: str, content: Mapping[str, Any]) -> Setting | None:
+    """node: {memory: SIZE}: host RAM of one node in bytes; None when the file does not say."""
+    node = content.get("node")
+    if not isinstance(node, Mapping) or node.get("memory") is None:
+        return None
+    origin = Origin(name, "node.memory")
+    try:
+        return Setting(parse_bytes(str(node["memory"])), origin)
+    except ValueError as error:
+        raise InputError(str(error), where=str(origin), help="give a size: 512GB, 2TB") from None
 
 
 def files_of(content: Mapping[str, Any]) -> dict[str, str]:

@@ -56,7 +56,9 @@ def _switch(sources: Sources) -> Setting | None:
             sources.settings.note("LG310", "warning", message, method.origin)
         return None
     call = sources.source.first("LoraConfig")
-    return Setting(True, call.origin) if call is not None else None
+    if call is None or sources.source.unused_lora == call.origin:
+        return None
+    return Setting(True, call.origin)
 
 
 def _lora_setting(sources: Sources, field: str, names: tuple[str, ...]) -> Setting | None:

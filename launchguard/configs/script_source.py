@@ -24,7 +24,7 @@ _CLASS_LISTS = ("transformer_layer_cls", "module_classes")  # keywords that hold
 _READ = (
     *_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_STRATEGIES, "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
     "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
-    "initialize", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy",
+    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
@@ -59,13 +59,16 @@ class Call:
 @dataclass(frozen=True)
 class ScriptSource:
     """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags;
-    modules: top-level names of what it imports."""
+    modules: top-level names of what it imports; unused_lora: a LoraConfig that is assigned and never read again; pinned_device: the first
+    "cuda:0" in it."""
 
     name: str = ""
     calls: tuple[Call, ...] = ()
     used: Mapping[str, Origin] = field(default_factory=dict)
     defaults: Mapping[str, Setting] = field(default_factory=dict)
     modules: Mapping[str, Origin] = field(default_factory=dict)
+    unused_lora: Origin | None = None
+    pinned_device: Origin | None = None
 
     def bound(self, given: Mapping[str, Setting]) -> ScriptSource:
         """The source with every `args.name` in its calls replaced by what the script was given."""
@@ -164,7 +167,8 @@ def read(launch: LaunchSpec) -> ScriptSource:
     name = launch.script if launch.script and not launch.is_module else os.path.relpath(path, launch.cwd)
     reader = _Reader(name)
     reader.visit(tree)
-    return ScriptSource(name, tuple(reader.calls), reader.used, reader.defaults, reader.modules)
+    unused = next((origin for variable, origin in reader.lora_variables.items() if variable not in reader.read_names), None)
+    return ScriptSource(name, tuple(reader.calls), reader.used, reader.defaults, reader.modules, unused, reader.pinned_device)
 
 
 def _path(launch: LaunchSpec) -> str | None:
@@ -189,6 +193,9 @@ class _Reader(ast.NodeVisitor):
         self.used: dict[str, Origin] = {}
         self.defaults: dict[str, Setting] = {}
         self.modules: dict[str, Origin] = {}
+        self.lora_variables: dict[str, Origin] = {}
+        self.read_names: set[str] = set()
+        self.pinned_device: Origin | None = None
         self._constants: dict[str, Any] = {}
         self._scope = ""
         self._guard = ""
@@ -232,6 +239,12 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         self.used.setdefault(node.id, self._origin(node))
+        if isinstance(node.ctx, ast.Load):
+            self.read_names.add(node.id)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if node.value == "cuda:0" and self.pinned_device is None:
+            self.pinned_device = self._origin(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.used.setdefault(node.attr, self._origin(node))
@@ -242,6 +255,8 @@ class _Reader(ast.NodeVisitor):
             known, value = _value(node.value, self._constants)
             if known:
                 self._constants[node.targets[0].id] = value
+            if isinstance(node.value, ast.Call) and _callee(node.value.func)[0] == "LoraConfig":
+                self.lora_variables[node.targets[0].id] = self._origin(node)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:

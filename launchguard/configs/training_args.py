@@ -71,7 +71,7 @@ def mixed_precision(sources: Sources) -> Setting:
     bf16, fp16 = args.setting("bf16"), args.setting("fp16")
     if sources.is_trainer:
         if _on(bf16) and _on(fp16):
-            raise InputError("bf16 and fp16 are both on", where=str(bf16.origin if bf16 else ""), help="keep one of them")
+            raise InputError("bf16 and fp16 are both on", where=str(bf16.origin if bf16 else ""), help="keep one of them", code="LG261")
         if _on(fp16) and fp16 is not None:
             return Setting("fp16", fp16.origin)
         if _on(bf16) and bf16 is not None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from launchguard import registry
 from launchguard.errors import InputError
-from launchguard.job import LaunchSpec, Note
+from launchguard.job import LaunchSpec, Note, Origin
 from launchguard.launch._environment import inherited
-from launchguard.launch._gpus import local_gpus
+from launchguard.launch._gpus import device_notes, local_gpus, visible_devices
 
 _FALLBACK = "python"  # any interpreter; it must not take `python -m torch.distributed.run` from torchrun
 _WRAPPERS = frozenset({"env", "nohup", "exec", "time", "nice"})
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
         launcher = registry.load("launch", name)
         if command and launcher.matches(command):
             launch = launcher.parse(command, whole_env, cwd, gpus_per_node)
-            notes = launch.notes + _misplaced(launch)
+            notes = launch.notes + (() if name == "srun" else _misplaced(launch) + _devices(launch, gpus_per_node))
             if wrapper:
                 notes += (Note("LG201", "info", f"read past {' '.join(wrapper)!r}, which does not change what is launched", wrapper[0]),)
             return dataclasses.replace(launch, argv=tuple(argv), notes=notes)
@@ -68,6 +68,15 @@ def without_command(
     gpus, origin = local_gpus(env, gpus_per_node, flag="--gpus-per-node")
     return LaunchSpec(launcher="none", argv=(), cwd=cwd, script=None, nnodes=nnodes, nproc_per_node=gpus,
                       environment=inherited(env), world_size_origin=origin)  # fmt: skip
+
+
+def _devices(launch: LaunchSpec, gpus_per_node: int | None) -> tuple[Note, ...]:
+    """Which GPUs the ranks of a node get: CUDA_VISIBLE_DEVICES as the launcher hands it to them."""
+    devices = visible_devices(launch.environment) or None  # an empty variable hides the GPUs of this machine, not of the job's
+    argument = launch.arguments.get("gpu_ids") or launch.arguments.get("include")
+    chosen = argument is not None and str(argument.value or "all") != "all"
+    origin = argument.origin if chosen and argument is not None else Origin("environment", "CUDA_VISIBLE_DEVICES")
+    return device_notes(launch.nproc_per_node, devices, gpus_per_node, origin if devices is not None else launch.world_size_origin)
 
 
 def _misplaced(launch: LaunchSpec) -> tuple[Note, ...]:

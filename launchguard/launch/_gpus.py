@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from launchguard.errors import NotTold
-from launchguard.job import Origin
+from launchguard.errors import InputError, NotTold
+from launchguard.job import Note, Origin
 
 
 def nvml_gpus() -> int:
@@ -53,3 +53,18 @@ def local_gpus(env: Mapping[str, str], gpus_per_node: int | None, *, flag: str) 
         raise NotTold(f"the number of processes is not stated, and {fact}", where="launch command",
                          help=f"state it: {flag}, or launchguard's --gpus-per-node N for the machine it will run on")  # fmt: skip
     return gpus, origin
+
+
+def device_notes(nproc: int, devices: Sequence[str] | None, gpus: int | None, origin: Origin) -> tuple[Note, ...]:
+    """What the choice of GPUs means for ranks. devices: ids that the ranks may use, None for all; gpus: of the node, None when not known;
+    origin: of `devices`. Raises InputError when a rank would have no GPU (torch: "CUDA error: invalid device ordinal")."""
+    offered = min((n for n in (gpus, None if devices is None else len(devices)) if n is not None), default=nproc)
+    if nproc > offered:
+        what = f"the node gives {offered}" if offered == gpus else f"{origin} leaves {offered}"
+        raise InputError(f"{nproc} processes per node, but {what} GPUs: the others would find no device", where=str(origin),
+                         help=f"start {offered} processes per node, or give the job {nproc} GPUs", code="LG249")  # fmt: skip
+    if devices is None or [*devices[:nproc]] == [str(i) for i in range(nproc)]:
+        return ()
+    pairs = ", ".join(f"{i} is {device}" for i, device in enumerate(devices[:nproc]))
+    message = f"ranks number the GPUs they see from 0, in their messages too: GPU {pairs} of the node"
+    return (Note("LG240", "info", message, str(origin)),)

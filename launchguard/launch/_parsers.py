@@ -34,11 +34,11 @@ def without_exit(parse: Callable[[], T], launcher: str) -> T:
             raise InputError(f"{launcher} would print a text and exit: nothing is launched", where=launcher,
                              help="check a command that starts a script") from None  # fmt: skip
         raise InputError(_last_line(output.getvalue()) or f"{launcher} rejects its arguments", where=launcher,
-                         help=f"see {launcher} --help") from None  # fmt: skip
+                         help=f"see {launcher} --help", code="LG250") from None  # fmt: skip
 
 
 @contextlib.contextmanager
-def refusals(launcher: str, where: str = "") -> Iterator[None]:
+def refusals(launcher: str, where: str = "", code: str = "LG250") -> Iterator[None]:
     """What a launcher raises about its input becomes an InputError; its chatter on stdout and stderr is dropped."""
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -47,7 +47,7 @@ def refusals(launcher: str, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # only the library's own code runs in the block; what it raises is its verdict on the input
         text = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{launcher} refuses: {text}", where=where or launcher, help="it would stop with this error") from error
+        raise InputError(f"{launcher} refuses: {text}", where=where or launcher, help="it would stop with this error", code=code) from error
 
 
 def _last_line(text: str) -> str:

@@ -11,7 +11,7 @@ from launchguard.installed import version_of
 from launchguard.job import LaunchSpec, Note, Origin, Setting
 from launchguard.launch import _parsers
 from launchguard.launch._environment import environ, inherited
-from launchguard.launch._gpus import count_gpus, local_gpus, visible_devices
+from launchguard.launch._gpus import count_gpus, local_gpus, nvml_gpus, visible_devices
 from launchguard.launch.python import module_of
 
 _MODULES = ("deepspeed.launcher.runner", "deepspeed")
@@ -47,9 +47,15 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
                 for name, value in vars(args).items() if name not in ("user_script", "user_args")}  # fmt: skip
     return LaunchSpec(
         launcher="deepspeed", argv=tuple(argv), cwd=cwd, script=args.user_script, script_args=tuple(args.user_args),
-        is_module=bool(args.module), nnodes=len(active), nproc_per_node=slots.pop(), environment=inherited(env), arguments=settings,
+        is_module=bool(args.module), nnodes=len(active), nproc_per_node=slots.pop(),
+        environment={**inherited(env), **_visible(active)}, arguments=settings,
         notes=notes, world_size_origin=origin,
     )  # fmt: skip
+
+
+def _visible(active: Mapping[str, list[int]]) -> dict[str, str]:
+    """deepspeed/launcher/launch.py:main gives every rank the slots of its node; those of the first node stand for all."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) for slot in next(iter(active.values())))}
 
 
 def load_runner(env: Mapping[str, str]) -> Any:
@@ -71,7 +77,7 @@ def _resources(
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_nodes >= 0 or args.num_gpus >= 0):
         raise InputError("--num_nodes and --num_gpus cannot be given with --include and --exclude", where=_resource_flag(args),
-                         help="keep one of the two ways")  # fmt: skip
+                         help="keep one of the two ways", code="LG250")  # fmt: skip
     notes: tuple[Note, ...] = ()
     origin = Origin("command line", _resource_flag(args)) if filtered or args.num_gpus > 0 else Origin(args.hostfile, "slots")
     if not pool:
@@ -79,7 +85,7 @@ def _resources(
             raise InputError(f"--num_nodes {args.num_nodes}, but there is no hostfile at {args.hostfile}", where="deepspeed --num_nodes",
                              help="name the nodes: --hostfile FILE with lines like 'worker-0 slots=8'")  # fmt: skip
         pool, origin, notes = _this_node(args, env, gpus_per_node, origin)
-    with _parsers.refusals("deepspeed", _resource_flag(args)):
+    with _parsers.refusals("deepspeed", str(origin), code="LG260"):
         active = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)
         active = runner.apply_num_nodes_and_gpus(active, args.num_nodes, args.num_gpus)
     return active, origin, notes
@@ -98,6 +104,13 @@ def _this_node(
         if args.exclude and gpus <= 0:
             gpus, _ = local_gpus(env, None, flag="--include localhost:0,1,...")
         return {"localhost": gpus}, origin, ((_ignored(visible),) if visible is not None else ())
+    if visible:
+        args.include = f"localhost:{','.join(visible)}"  # runner.main: the variable becomes --include, checked against the node's GPUs
+        return (
+            {"localhost": gpus_per_node or nvml_gpus() or _highest_slot(args.include) + 1},
+            Origin("environment", "CUDA_VISIBLE_DEVICES"),
+            (),
+        )
     gpus, origin = local_gpus(env, gpus_per_node, flag="--num_gpus N")
     return {"localhost": gpus}, origin, ()
 

@@ -57,11 +57,12 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
     classes = set(fsdp.wrap_classes) or set(trace.facts.get("no_split_modules", ()))
     present = {m.cls for m in trace.modules}
     missing = set(fsdp.wrap_classes) - present
-    if missing and not (set(fsdp.wrap_classes) & present):
+    if missing:  # one is enough: accelerate 1.15 FullyShardedDataParallelPlugin.set_auto_wrap_policy, fsdp2_prepare_auto_wrap_policy
         counts = Counter(m.cls for m in trace.modules)
         repeated = sorted(cls for cls, n in counts.items() if n > 1)
         raise InputError(f"no module of class {', '.join(sorted(missing))} in {trace.facts.get('model_class', 'the model')}",
-                         where="fsdp_transformer_layer_cls_to_wrap", help=f"classes that repeat in it: {', '.join(repeated)}")  # fmt: skip
+                         where="fsdp_transformer_layer_cls_to_wrap", help=f"classes that repeat in it: {', '.join(repeated)}",
+                         code="LG231")  # fmt: skip
     chosen = [i for i, m in enumerate(trace.modules) if m.cls in classes]
     # a checkpoint wrapper stands in for the layer that it wraps: FSDP's hooks sit outside it
     return sorted(_outermost(trace, i) for i in chosen)

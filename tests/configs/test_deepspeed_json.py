@@ -178,9 +178,9 @@ class TestAccelerate:
         )
         line = "accelerate launch --config_file acc.yaml train.py --model m --batch_size 2 --seq_len 32"
         job = work.resolve(line)
-        assert job.zero is not None and job.zero.stage == 3 and not job.zero.zero_init
+        assert job.zero is not None and job.zero.stage == 3 and job.zero.zero_init  # whatever zero3_init_flag says
         assert job.zero.dtype == "float32"  # mixed precision is "no", and "auto" follows it
-        assert job.origin("zero.zero_init") == Origin("acc.yaml", "deepspeed_config.zero3_init_flag")
+        assert [note.origin for note in job.notes if note.code == "LG239"] == ["acc.yaml:deepspeed_config.zero3_init_flag"]
         work.write(
             "acc.yaml",
             "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",

@@ -193,6 +193,7 @@ args = p.parse_args()
 model = AutoModelForCausalLM.from_pretrained(args.base, torch_dtype=torch.bfloat16)
 targs = TrainingArguments(output_dir="o", per_device_train_batch_size=args.bs, bf16=args.half, max_steps=3)
 lora = LoraConfig(r=args.rank)
+Trainer(model=get_peft_model(model, lora), args=targs)
 """)  # fmt: skip
     job = work.resolve("python train.py --half True --rank 4 --max_length 8")
     assert (job.model.source, job.micro_batch_size, job.precision.autocast) == ("m", 3, "bfloat16")

@@ -122,15 +122,20 @@ def test_package_import_is_torch_free() -> None:
 
 def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
     (tmp_path / "acc.yaml").write_text(FSDP2 + "parallelism_config: {}\n")
-    assert not parse("accelerate launch --config_file acc.yaml train.py", tmp_path).notes
+    prefix = ("LG234", "acc.yaml:fsdp_config.auto_wrap_policy")  # the one key without fsdp_, which accelerate adds
+    notes = parse("accelerate launch --config_file acc.yaml train.py", tmp_path).notes
+    assert [(note.code, note.origin) for note in notes] == [prefix]
     (tmp_path / "acc.yaml").write_text(FSDP2.replace("  fsdp_version: 2", "  fsdp_version: 2\n  limit_all_gather: true"))
     notes = parse("accelerate launch --config_file acc.yaml train.py", tmp_path).notes
-    assert [(note.code, note.origin) for note in notes] == [("LG225", "acc.yaml:fsdp_config.limit_all_gather")]
+    assert [(note.code, note.origin) for note in notes] == [("LG225", "acc.yaml:fsdp_config.limit_all_gather"), prefix]
 
 
 def test_fewer_gpu_ids_than_processes(tmp_path: Path) -> None:
-    notes = parse("accelerate launch --multi_gpu --num_processes 4 --gpu_ids 0,1 train.py", tmp_path).notes
-    assert [note.code for note in notes] == ["LG215"]
+    with pytest.raises(InputError, match="leaves 2 GPUs") as caught:
+        parse("accelerate launch --multi_gpu --num_processes 4 --gpu_ids 0,1 train.py", tmp_path)
+    assert caught.value.code == "LG249"
+    notes = parse("accelerate launch --multi_gpu --num_processes 2 --gpu_ids 2,5 train.py", tmp_path).notes
+    assert [note.code for note in notes] == ["LG240"] and "GPU 0 is 2, 1 is 5" in notes[0].message
 
 
 @pytest.mark.parametrize("line", ["accelerate launch --num_processes 1 t.py --num_processes=8", "torchrun t.py --nproc-per-node 8"])

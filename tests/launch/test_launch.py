@@ -65,7 +65,7 @@ def test_launch_lines(line: str, launcher: str, script: str, args: tuple[str, ..
 @pytest.mark.parametrize(
     ("line", "fact", "remedy"),
     [
-        ("srun train.py", "unknown launcher 'srun'", "accelerate"),
+        ("mpirun train.py", "unknown launcher 'mpirun'", "accelerate"),
         ("accelerate launch --bogus 1 train.py", "unrecognized arguments: --bogus", "--help"),
         ("accelerate launch --num_processes 2", "training_script", ""),
         ("accelerate launch --multi_gpu --use_fsdp --num_processes 2 t.py", "only use one of", ""),

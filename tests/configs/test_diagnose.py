@@ -1,0 +1,99 @@
+"""What the settled configuration really means: one case that tells and one that does not, for each diagnostic."""
+
+from __future__ import annotations
+
+import pytest
+
+from launchguard.errors import InputError
+
+TRAIN = " --model_name_or_path m --output_dir o --per_device_train_batch_size 1 --max_length 8"
+STAGE = '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": %d}}'
+TRAINER = "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+
+
+def test_nothing_to_shard(work, codes) -> None:
+    work.write("ds.json", STAGE % 3)
+    assert "LG248" in codes(work.resolve("deepspeed --num_gpus 1 t.py --deepspeed ds.json" + TRAIN))
+    assert "LG248" not in codes(work.resolve("deepspeed --num_gpus 2 t.py --deepspeed ds.json" + TRAIN))
+    assert "LG248" in codes(work.resolve("torchrun --nproc_per_node 1 t.py --fsdp full_shard" + TRAIN))
+
+
+def test_deepspeed_launcher_without_a_config(work, codes) -> None:
+    assert "LG247" in codes(work.resolve("deepspeed --num_gpus 2 t.py" + TRAIN))
+    assert "LG247" not in codes(work.resolve("torchrun --nproc_per_node 2 t.py" + TRAIN))
+
+
+@pytest.mark.parametrize("name, told", [("ds_zero2.json", True), ("stage_3.json", False), ("ds_z2_x.json", True), ("a100.json", False)])
+def test_stage_in_the_file_name(work, codes, name: str, told: bool) -> None:
+    work.write(name, STAGE % 3)
+    assert ("LG243" in codes(work.resolve(f"deepspeed --num_gpus 2 t.py --deepspeed {name}" + TRAIN))) is told
+
+
+def test_fsdp_of_the_trainer(work, codes) -> None:
+    assert {"LG230", "LG232"} <= codes(work.resolve(["torchrun", "--nproc_per_node", "2", "t.py", "--fsdp", "full_shard", *TRAIN.split()]))
+    config = '{"version": 1, "transformer_layer_cls_to_wrap": ["L"], "activation_checkpointing": true}'
+    found = codes(
+        work.resolve(["torchrun", "--nproc_per_node", "2", "t.py", "--fsdp", "full_shard", "--fsdp_config", config, *TRAIN.split()])
+    )
+    assert "LG242" in found and not {"LG230", "LG232"} & found
+
+
+def test_upcast(work, codes) -> None:
+    line = ["torchrun", "--nproc_per_node", "2", "t.py", "--fsdp", "full_shard", *TRAIN.split()]
+    assert "LG233" in codes(work.resolve([*line, "--bf16"])) and "LG233" not in codes(work.resolve(line))
+
+
+def test_no_wrap_policy(work, codes) -> None:
+    line = "accelerate launch --use_fsdp --num_processes 2 --mixed_precision bf16 t.py --model m --batch_size 1 --seq_len 8"
+    assert "LG244" in codes(work.resolve(line.replace("t.py", "--fsdp_auto_wrap_policy NO_WRAP t.py")))
+    assert "LG244" not in codes(work.resolve(line.replace("t.py", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP t.py")))
+
+
+def test_mixed_precision_of_script_and_launcher(work, codes) -> None:
+    work.write("t.py", 'from accelerate import Accelerator\nAccelerator(mixed_precision="no")\n')
+    line = "accelerate launch --num_processes 1 --mixed_precision %s t.py --model m --batch_size 1 --seq_len 8"
+    assert "LG235" in codes(work.resolve(line % "fp16")) and "LG235" not in codes(work.resolve(line % "no"))
+
+
+def test_lora_that_nothing_takes(work, codes) -> None:
+    script = TRAINER + 'model = AutoModelForCausalLM.from_pretrained("m")\nlora = LoraConfig(r=4)\n'
+    work.write("t.py", script + "Trainer(model=model, args=TrainingArguments(output_dir='o'))\n")
+    job = work.resolve("python t.py --max_length 8")
+    assert job.lora is None and "LG236" in codes(job)
+    work.write("t.py", script + "Trainer(model=get_peft_model(model, lora), args=TrainingArguments(output_dir='o'))\n")
+    job = work.resolve("python t.py --max_length 8")
+    assert job.lora is not None and "LG236" not in codes(job)
+
+
+def test_pinned_device(work, codes) -> None:
+    work.write("t.py", TRAINER + 'model = AutoModelForCausalLM.from_pretrained("m").to("cuda:0")\n')
+    assert "LG241" in codes(work.resolve("torchrun --nproc_per_node 2 t.py" + TRAIN))
+    assert "LG241" not in codes(work.resolve("torchrun --nproc_per_node 1 t.py" + TRAIN))
+
+
+def test_device_map_with_stage_3(work) -> None:
+    work.write("t.py", TRAINER + 'args = TrainingArguments(output_dir="o")\nAutoModelForCausalLM.from_pretrained("m", device_map="auto")\n')
+    work.write("ds.json", STAGE % 3)
+    with pytest.raises(InputError, match="device_map") as caught:
+        work.resolve("deepspeed --num_gpus 2 t.py --deepspeed ds.json" + TRAIN)
+    assert (caught.value.code, caught.value.where) == ("LG258", "t.py:3")
+    work.write("ds.json", STAGE % 2)
+    work.resolve("deepspeed --num_gpus 2 t.py --deepspeed ds.json" + TRAIN)
+
+
+def test_auto_read_by_zero_init_itself(work) -> None:
+    work.write("t.py", TRAINER + 'with deepspeed.zero.Init(config_dict_or_path="ds.json"):\n    pass\n')
+    work.write("ds.json", STAGE % 3)
+    with pytest.raises(InputError, match="zero.Init reads the file itself") as caught:
+        work.resolve("deepspeed --num_gpus 2 t.py --deepspeed ds.json" + TRAIN)
+    assert caught.value.code == "LG256"
+
+
+def test_gpus_of_the_node_from_the_job_file(work) -> None:
+    from launchguard import configs
+
+    work.write("launchguard.yaml", "node: {gpus: 4}\n")
+    assert configs.gpus_per_node({}, str(work.path)) == 4 and configs.gpus_per_node({"gpus_per_node": 2}, str(work.path)) == 2
+    work.write("launchguard.yaml", "node: {cards: 4}\n")
+    with pytest.raises(InputError, match="node is"):
+        configs.gpus_per_node({}, str(work.path))
