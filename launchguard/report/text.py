@@ -1,4 +1,4 @@
-"""The report for people: the fact, because of what, and what helps; then the figures behind it.
+"""The report for people: the fact, because of what, and what helps; then what really will run, and the figures behind it.
 
 Lower case, no closing period, readable without colour. Lines that state the answer are never wrapped; tables keep to `width`.
 """
@@ -39,11 +39,12 @@ _SEVERITY_WORDS = {"error": "error", "warning": "warning", "info": "note"}
 def render(verdict: Verdict, advice: Sequence[Advice], *, color: bool, width: int) -> str:
     """The whole report as text that ends with a newline. width: columns that tables may fill."""
     parts: list[RenderableType] = [*_answer(verdict, advice)]
-    if verdict.ranks:
-        parts += ["", *_rank_tables(verdict)]
-    parts += ["", *_background(verdict), "", _configuration(verdict)]
+    parts += ["", _configuration(verdict)]  # before the figures: what really will run
     if verdict.notes:
         parts += ["", *_notes(verdict)]
+    if verdict.ranks:
+        parts += ["", *_rank_tables(verdict)]
+    parts += ["", *_background(verdict)]
     return _print(parts, color=color, width=width)
 
 
