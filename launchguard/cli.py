@@ -189,15 +189,16 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 # ---------------------------------------------------------------- predicting and reporting
-def _predict(command: Sequence[str], options: dict[str, Any], engine: str = "trace") -> Any:
+def _predict(command: Sequence[str], options: dict[str, Any], engine: str = "trace", advise: bool = True) -> Any:
     from launchguard import preflight
 
     given = {k: v for k, v in options.items() if v not in (None, False, ())}
     given["set"] = dict(_key_value(text) for text in options.get("settings") or ())
     given.pop("settings", None)
     with _Progress(quiet=options["quiet"]) as progress:
-        ask = preflight.rehearse if engine == "rehearse" else preflight.preflight
-        return ask(tuple(command), dict(os.environ), os.getcwd(), given, progress)
+        if engine == "rehearse":
+            return preflight.rehearse(tuple(command), dict(os.environ), os.getcwd(), given, progress)
+        return preflight.preflight(tuple(command), dict(os.environ), os.getcwd(), given, progress, advise)
 
 
 def _key_value(text: str) -> tuple[str, str]:
@@ -273,13 +274,19 @@ def devices(as_json: bool) -> int:
     return FITS
 
 
-@cli.command()
-@click.argument("code", required=False)
-def explain(code: str | None) -> int:
-    """What a code of a note, an error or a piece of advice means; without CODE all of them."""
+@cli.command(context_settings=PASS_THROUGH)
+@_with_options(*PREDICTION_OPTIONS, click.option("--peak", is_flag=True, help="What is alive at the predicted peak of a launch command."))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CODE | -- COMMAND ...]")
+def explain(words: tuple[str, ...], peak: bool, **options: Any) -> int:
+    """What a CODE means (without one: all of them); or, with --peak, everything alive at the peak of a job."""
     from launchguard.report import explain as pages
 
-    click.echo(pages.page(code) if code else pages.listing(), nl=False)
+    if peak:
+        click.echo(pages.peak(_predict(words, options, advise=False).verdict), nl=False)
+    elif len(words) > 1:
+        raise InputError("explain takes one code", where=" ".join(words), help="launchguard explain LG248, or --peak -- COMMAND ...")
+    else:
+        click.echo(pages.page(words[0]) if words else pages.listing(), nl=False)
     return FITS
 
 

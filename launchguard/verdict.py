@@ -260,13 +260,13 @@ def causes_of(job: JobSpec, rank: RankPrediction) -> list[Cause]:
         if nbytes <= 0:
             continue
         text, field_name = _CAUSES[category](job)
-        labels = _by_label(rank, category)
+        labels = bytes_by_label(rank, category)
         children = tuple(Cause(category, label, n, "") for label, n in labels[:3] if len(labels) > 1)
         causes.append(Cause(category, text, nbytes, describe_origin(job, field_name), children))
     return causes
 
 
-def _by_label(rank: RankPrediction, category: str) -> list[tuple[str, int]]:
+def bytes_by_label(rank: RankPrediction, category: str) -> list[tuple[str, int]]:
     """Bytes of one category by label, largest first; layers that repeat are one ("model.layers.*.mlp")."""
     totals: dict[str, int] = {}
     for (c, label), nbytes in rank.timeline.live.items():

@@ -194,3 +194,10 @@ def test_devices_and_doctor(tmp_path: Path) -> None:
     assert listed.returncode == 0 and "h100-80-sxm" in listed.stdout
     examined = launchguard("doctor", cwd=tmp_path)
     assert examined.returncode == 0 and "torch" in examined.stdout and "can predict" in examined.stdout
+
+
+def test_explain(tmp_path: Path) -> None:
+    assert "  LG248  nothing to shard" in launchguard("explain", cwd=tmp_path).stdout
+    assert launchguard("explain", "LG248", cwd=tmp_path).stdout.startswith("# LG248: nothing to shard")
+    unknown = launchguard("explain", "LG999", cwd=tmp_path)
+    assert unknown.returncode == 2 and "no code LG999" in unknown.stderr

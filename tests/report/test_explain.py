@@ -9,6 +9,7 @@ import pytest
 
 from launchguard.errors import InputError
 from launchguard.report import explain
+from tests.report import samples
 
 PACKAGE = Path(explain.__file__).parents[1]
 CODE = re.compile(r"""["'\[](LG\d{3})["'\]]""")  # "LG248", error[LG101]
@@ -45,3 +46,12 @@ def test_codes_are_found_as_people_type_them() -> None:
 def test_the_list_names_all() -> None:
     text = explain.listing()
     assert all(f"  {code}  {explain.title(code)}" in text for code in explain.codes())
+
+
+def test_everything_alive_at_the_peak() -> None:
+    verdict, _ = samples.exceeding()
+    lines = explain.peak(verdict).splitlines()
+    assert lines[0] == "ranks 0-3: 82.90 GiB allocated in backward, at model.layers.31"
+    assert lines[2:] == ["   14.90 GiB  parameters", "   14.90 GiB    weight",
+                         "    3.50 GiB  outside: free cached blocks, CUDA context, communication library"]  # fmt: skip
+    assert "nothing could be simulated" in explain.peak(samples.unknown()[0])
