@@ -21,6 +21,7 @@ from launchguard.configs import (
     precision,
     script_args,
     script_source,
+    trainer_checks,
     training_args,
 )
 from launchguard.configs._sources import TRL_LOOPS, Sources
@@ -181,6 +182,8 @@ def _apply_real(sources: Sources) -> None:
     if "strategy" not in sources.settings:
         _put_plain_strategy(sources)
     accelerate_yaml.apply_parallelism(sources)
+    if sources.is_trainer:
+        trainer_checks.refuse(sources)
     peft.apply(sources)
     conf = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in sources.launch.environment), None)
     if conf is not None:

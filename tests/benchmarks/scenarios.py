@@ -1,10 +1,10 @@
 """Whole situations from public reports through the real check: does launchguard say what the user needed to hear?
 
-    python tests/benchmarks/scenarios.py tests/scenarios [DIR ...] [--json OUT] [--jobs N]
+    python tests/benchmarks/scenarios.py tests/scenarios [DIR ...] [--json OUT] [--jobs N] [--headroom 0%]
 
 A DIR is a scenario, or a folder of scenarios; it may lie anywhere. A scenario is a folder with
     command.txt       the launch command, as typed (line continuations and # comments allowed; NAME=VALUE may stand before it)
-    launchguard.yaml  what no file of the user's says: device, node, headroom, the longest sequence
+    launchguard.yaml  what no file of the user's says: device, node, the longest sequence
     environment.txt   optional: NAME=VALUE lines, the environment that the command is typed in
     home/             optional: the user's home directory (a default Accelerate config lives there)
     ...               the user's files: DeepSpeed JSON, Accelerate YAML, script (read, never run), model config.json
@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,10 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- asking launchguard
-def ask(folder: Path) -> Answer:
-    """The answer of check to the scenario's command, in this process."""
+def ask(folder: Path, options: Mapping[str, Any]) -> Answer:
+    """The answer of check to the scenario's command, in this process. options: launchguard's own, for all scenarios alike."""
     try:
-        outcome = preflight(read_command(folder), environment(folder), str(folder), {}, lambda text: None, advise=False)
+        outcome = preflight(read_command(folder), environment(folder), str(folder), options, lambda text: None, advise=False)
     except LaunchguardError as error:
         return Answer("error", "", (error.code,) if error.code else (), {}, f"{error.message} ({error.where})")
     return answer_of(outcome)
@@ -174,7 +175,7 @@ def family_of(phase: str, module: str) -> str:
 
 
 # ---------------------------------------------------------------- scoring
-def score(folder: Path) -> Score:
+def score(folder: Path, options: Mapping[str, Any] | None = None) -> Score:
     """Run one scenario. A folder that cannot be run is not an error of launchguard's and is counted apart."""
     started = time.perf_counter()
     try:
@@ -182,7 +183,7 @@ def score(folder: Path) -> Score:
     except CannotRun as error:
         return Score(folder.name, "config", not_run=str(error))
     try:
-        answer = ask(folder)
+        answer = ask(folder, options or {})
     except CannotRun as error:
         return Score(folder.name, expect["kind"], not_run=str(error))
     except Exception as error:  # a fault of launchguard's is a wrong answer, not a reason to stop
@@ -260,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--headroom", metavar="SHARE", help="for all scenarios, in place of launchguard's default")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="scenarios at a time (default 2)")
     options = parser.parse_args(argv)
     missing = [str(folder) for folder in options.folders if not folder.is_dir()]
@@ -268,7 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="launchguard-traces-") as cache:
         os.environ.setdefault("LAUNCHGUARD_CACHE_DIR", cache)
         with ProcessPoolExecutor(max_workers=max(1, options.jobs)) as pool:
-            scores = list(pool.map(score, find(options.folders)))
+            asked = {} if options.headroom is None else {"headroom": options.headroom}
+            scores = list(pool.map(partial(score, options=asked), find(options.folders)))
     report = summary(scores)
     print(printed(report))
     if options.json is not None:
