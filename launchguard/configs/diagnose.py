@@ -129,6 +129,22 @@ def _fsdp_checkpointing(sources: Sources) -> None:
         settings.note("LG242", "info", message, settings.origin("activation_checkpointing.via") or "fsdp")
 
 
+def _checkpointing_flag_not_read(sources: Sources) -> None:
+    """LG238: a hand-written loop that takes the flag and never calls gradient_checkpointing_enable (nor hands the flag on)."""
+    flag, source = sources.args.stated("gradient_checkpointing", "activation_checkpointing"), sources.source
+    readers = (
+        "gradient_checkpointing_enable",
+        "gradient_checkpointing",
+        "apply_activation_checkpointing",
+        "checkpoint_wrapper",
+        "checkpoint",
+    )
+    if flag is None or flag.value is not True or sources.is_trainer or not source.name or any(name in source.used for name in readers):
+        return
+    message = "the script takes this flag and never calls gradient_checkpointing_enable: it may do nothing; predicted as on"
+    sources.settings.note("LG238", "warning", message, flag.origin)
+
+
 def _zero3_init_flag(sources: Sources) -> None:
     """LG239: accelerate 1.15 utils/dataclasses.py:DeepSpeedPlugin.set_deepspeed_weakref registers ZeRO-3 whatever zero3_init_flag is."""
     argument = sources.launch.arguments.get("zero3_init_flag")
@@ -142,5 +158,5 @@ def _zero3_init_flag(sources: Sources) -> None:
 
 DIAGNOSTICS: tuple[Callable[[Sources], None], ...] = (
     _nothing_to_shard, _replicated_under_deepspeed, _stage_in_file_name, _fsdp_version, _wrap_policy, _upcast, _mixed_precision_source,
-    _lora_not_attached, _pinned_device, _fsdp_checkpointing, _zero3_init_flag,
+    _lora_not_attached, _pinned_device, _fsdp_checkpointing, _checkpointing_flag_not_read, _zero3_init_flag,
 )  # fmt: skip

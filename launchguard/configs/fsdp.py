@@ -251,5 +251,9 @@ def _put_checkpointing(sources: Sources, setting: Setting) -> None:
         raise InputError("activation checkpointing is on twice, in the FSDP config and in the training arguments",
                          where=f"{setting.origin} and {other}", help="keep FSDP's and drop --gradient_checkpointing",
                          code="LG259")  # fmt: skip
+    if settings.get("activation_checkpointing.enabled"):
+        other = settings.origin("activation_checkpointing.enabled")
+        message = f"activation checkpointing is on twice, also by {other}: each layer is computed three times; predicted once, by FSDP"
+        settings.note("LG237", "warning", message, setting.origin)
     settings.put("activation_checkpointing.enabled", True, setting.origin)
     settings.put("activation_checkpointing.via", "fsdp", setting.origin)

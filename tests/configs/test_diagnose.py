@@ -97,3 +97,15 @@ def test_gpus_of_the_node_from_the_job_file(work) -> None:
     work.write("launchguard.yaml", "node: {cards: 4}\n")
     with pytest.raises(InputError, match="node is"):
         configs.gpus_per_node({}, str(work.path))
+
+
+def test_checkpointing_twice_and_not_at_all(work, codes) -> None:
+    script = "from accelerate import Accelerator\nAccelerator()\n"
+    work.write("t.py", script + "model.gradient_checkpointing_enable()\n")
+    line = "accelerate launch --use_fsdp --num_processes 2 --mixed_precision bf16 --fsdp_activation_checkpointing true t.py"
+    assert "LG237" in codes(work.resolve(line + " --model m --batch_size 1 --seq_len 8"))
+    flag = "accelerate launch --num_processes 1 t.py --model m --batch_size 1 --seq_len 8 --gradient_checkpointing"
+    assert "LG238" not in codes(work.resolve(flag))
+    work.write("t.py", script)
+    assert "LG238" in codes(work.resolve(flag))
+    assert "LG237" not in codes(work.resolve(line + " --model m --batch_size 1 --seq_len 8"))
