@@ -169,9 +169,10 @@ def outside_allocator(job: JobSpec, device: DeviceProfile) -> Outside:
     )  # fmt: skip
 
 
-def predict_rank(schedule: RankSchedule, job: JobSpec, outside: Outside, budget_bytes: int | None) -> RankPrediction:
+def predict_rank(schedule: RankSchedule, job: JobSpec, outside: Outside, budget: DeviceBudget) -> RankPrediction:
     """One rank's phases, peak and breakdown; when the free-running cache would exceed the budget, whether the allocator can live within it
-    by giving cached blocks back (then oom is None all the same)."""
+    by giving cached blocks back (then oom is None all the same). oom is where the device itself is full; where the headroom is used up,
+    for a rank that needs the headroom alone."""
     timeline = replay(schedule.events, job.allocator_conf)
     phases, reserved = [], 0
     for p in timeline.phases:
@@ -181,9 +182,9 @@ def predict_rank(schedule: RankSchedule, job: JobSpec, outside: Outside, budget_
         timeline.phase, timeline.module, timeline.allocated_bytes, timeline.reserved_bytes, timeline.reserved_bytes + outside.total
     )
     oom = None
-    if budget_bytes is not None and peak.device_bytes > budget_bytes:
-        limit = budget_bytes - outside.total
-        oom = replay(schedule.events, job.allocator_conf, max(limit, 1)).oom
+    for limit in sorted({budget.usable_bytes, budget.budget_bytes}, reverse=True):
+        if oom is None and peak.device_bytes > limit:
+            oom = replay(schedule.events, job.allocator_conf, max(limit - outside.total, 1)).oom
     return RankPrediction(schedule.ranks, timeline, tuple(phases), peak, breakdown(timeline, peak, outside), oom)
 
 
@@ -202,7 +203,7 @@ def judge(
 ) -> Verdict:  # fmt: skip
     """Does every kind of rank fit the budget, and why (not)."""
     outside = outside_allocator(job, device)
-    ranks = tuple(predict_rank(s, job, outside, budget.budget_bytes) for s in schedules)
+    ranks = tuple(predict_rank(s, job, outside, budget) for s in schedules)
     worst = worst_rank(ranks)
     confidence = _confidence(job, trace)
     interval = (

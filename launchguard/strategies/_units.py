@@ -57,7 +57,8 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
     classes = set(fsdp.wrap_classes) or set(trace.facts.get("no_split_modules", ()))
     present = {m.cls for m in trace.modules}
     missing = set(fsdp.wrap_classes) - present
-    if missing:  # one is enough: accelerate 1.15 FullyShardedDataParallelPlugin.set_auto_wrap_policy, fsdp2_prepare_auto_wrap_policy
+    # names: one missing is enough (accelerate 1.15 set_auto_wrap_policy, fsdp2_prepare_auto_wrap_policy); a script's own classes exist
+    if missing and (fsdp.accelerate_grouping or not (set(fsdp.wrap_classes) & present)):
         counts = Counter(m.cls for m in trace.modules)
         repeated = sorted(cls for cls, n in counts.items() if n > 1)
         raise InputError(f"no module of class {', '.join(sorted(missing))} in {trace.facts.get('model_class', 'the model')}",
