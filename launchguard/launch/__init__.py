@@ -74,7 +74,7 @@ def _devices(launch: LaunchSpec, gpus_per_node: int | None) -> tuple[Note, ...]:
     """Which GPUs the ranks of a node get: CUDA_VISIBLE_DEVICES as the launcher hands it to them."""
     devices = visible_devices(launch.environment) or None  # an empty variable hides the GPUs of this machine, not of the job's
     argument = launch.arguments.get("gpu_ids") or launch.arguments.get("include")
-    chosen = argument is not None and str(argument.value or "all") != "all"
+    chosen = argument is not None and str(argument.value or "all") != "all" and not argument.origin.source.startswith("default")
     origin = argument.origin if chosen and argument is not None else Origin("environment", "CUDA_VISIBLE_DEVICES")
     return device_notes(launch.nproc_per_node, devices, gpus_per_node, origin if devices is not None else launch.world_size_origin)
 

@@ -47,6 +47,7 @@ def test_an_empty_variable_hides_only_the_gpus_of_this_machine() -> None:
 def test_deepspeed_takes_the_variable_as_include() -> None:
     spec = parse("deepspeed t.py", 4, CUDA_VISIBLE_DEVICES="0,2")
     assert spec.world_size == 2 and spec.environment["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert [(note.code, note.origin) for note in spec.notes] == [("LG240", "environment:CUDA_VISIBLE_DEVICES")]
     with pytest.raises(InputError, match="slot '2'") as caught:
         parse("deepspeed t.py", 2, CUDA_VISIBLE_DEVICES="0,2")
     assert caught.value.code == "LG260"
