@@ -233,6 +233,7 @@ class FsdpSpec:
     sync_module_states: bool = False
     accelerate_grouping: bool = True
     sync_each_batch: bool = False
+    adapters_apart: bool = False  # PEFT's wrap policy: leaf modules with a trainable weight are units of their own
     shard_group_size: int | None = None  # HYBRID_SHARD, HSDP: ranks that share one copy; None: the world
 
 

@@ -32,6 +32,8 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "rmsprop_bnb": ("rmsprop_bnb", "fused"), "rmsprop_bnb_8bit": ("rmsprop_bnb_8bit", "fused"),
     "rmsprop_bnb_32bit": ("rmsprop_bnb", "fused"),
 }  # fmt: skip
+# Optimizers of the Trainer's list without a profile, whose states are low-rank or one tensor less (their papers): adamw is an upper bound.
+_LESS_THAN_ADAMW = ("galore_", "apollo_", "schedule_free_", "stable_adamw")
 _MEMORY_PARAMS = ("amsgrad", "momentum", "centered", "rank", "fused", "foreach", "maximize", "block_size")
 
 # Arguments that change memory and are not simulated: name -> (when, what it does).
@@ -256,6 +258,10 @@ def apply_optim(sources: Sources) -> None:
         return
     name = str(setting.value)
     key, implementation = OPTIMIZERS.get(name, (name, "for_loop"))
+    if name.startswith(_LESS_THAN_ADAMW):
+        key, implementation = "adamw", "foreach"
+        message = f"{name} is not modelled: predicted as adamw, whose states are larger"
+        sources.settings.note("LG310", "warning", message, setting.origin)
     sources.put("optimizer.name", Setting(key, setting.origin))
     sources.put("optimizer.implementation", Setting(implementation, setting.origin))
     params = _optim_args(sources.args.stated("optim_args"))

@@ -64,9 +64,16 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
         raise InputError(f"no module of class {', '.join(sorted(missing))} in {trace.facts.get('model_class', 'the model')}",
                          where="fsdp_transformer_layer_cls_to_wrap", help=f"classes that repeat in it: {', '.join(repeated)}",
                          code="LG231")  # fmt: skip
-    chosen = [i for i, m in enumerate(trace.modules) if m.cls in classes]
+    apart = _trainable_leaves(trace) if fsdp.adapters_apart else frozenset()
+    chosen = [i for i, m in enumerate(trace.modules) if m.cls in classes or i in apart]
     # a checkpoint wrapper stands in for the layer that it wraps: FSDP's hooks sit outside it
     return sorted(_outermost(trace, i) for i in chosen)
+
+
+def _trainable_leaves(trace: StepTrace) -> frozenset[int]:
+    """peft 0.21 utils/other.py:fsdp_auto_wrap_policy: modules without children whose weight is trained."""
+    parents = {m.parent for m in trace.modules}
+    return frozenset(p.module for p in trace.params if p.requires_grad and p.name.endswith("weight") and p.module not in parents)
 
 
 def _outermost(trace: StepTrace, module: int) -> int:
