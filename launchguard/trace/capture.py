@@ -25,6 +25,13 @@ MATMULS = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm
 VALUE_READS = frozenset((aten._local_scalar_dense.default, aten.is_nonzero.default))
 
 
+def _grouped_float16(func: Any, args: Any) -> torch.Tensor:
+    """Experts in float16: the kernels take it (torch 2.13 ATen/native/GroupedMMUtils.h), the meta function takes bfloat16 alone; bytes are
+    the same."""
+    first, second, *rest = args
+    return func(first.view(torch.bfloat16), second.view(torch.bfloat16), *rest).view(torch.float16)
+
+
 class Tracker(TorchDispatchMode):
     """Logs births and deaths of the device's storages, and the marks that the hooks put between them."""
 
@@ -91,7 +98,11 @@ class Tracker(TorchDispatchMode):
             self._warm[self.in_backward] = True
             self.mark(TraceOp.MATMUL)
         taken = self._taken_over(func, args)
-        out = func(*args, **(kwargs or {}))
+        out = (
+            _grouped_float16(func, args)
+            if func is aten._grouped_mm.default and args[0].dtype is torch.float16
+            else func(*args, **(kwargs or {}))
+        )
         if isinstance(out, torch.Tensor):
             self.see(out, taken)
         elif isinstance(out, (list, tuple)):

@@ -177,6 +177,13 @@ def test_missing_inputs_are_asked_for(make_job: MakeJob, tmp_path: Path) -> None
         trace_job(factory_job(make_job, tmp_path, "def build(): return nn.Linear(16, 8)\n", {}), A100)
 
 
+def test_float16_experts_are_traced_as_bfloat16_ones(make_job: MakeJob) -> None:
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1}
+    made = [make_job(config=config, precision=Precision(dtype, dtype, dtype), seq_len=32) for dtype in ("float16", "bfloat16")]
+    float16, bfloat16 = ([e for e in trace_job(job, A100).events if e.op == TraceOp.ALLOC] for job in made)
+    assert float16 and sum(e.b for e in float16) == sum(e.b for e in bfloat16)
+
+
 def test_trl_makes_no_logits(make_job: MakeJob) -> None:
     """SFTTrainer's fused head works on tiles of the vocabulary; the plain loss makes float32 logits of all tokens."""
     logits = 2 * 64 * 50_000 * 4

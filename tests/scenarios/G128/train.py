@@ -1,0 +1,10 @@
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, Trainer, TrainingArguments
+
+args, = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float16, bnb_4bit_quant_storage=torch.float16)
+model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, torch_dtype=torch.float16, quantization_config=quantization)
+model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+trainer = Trainer(model=model, args=args)
+trainer.train()
