@@ -82,7 +82,9 @@ def _spec(launch: Any, args: Any, argv: Sequence[str], env: Mapping[str, str], c
     nnodes, nproc, notes = _world(args)
     if config_file is not None and given.get("config_file") is None:
         notes += (Note("LG208", "info", "no --config_file: the user's default Accelerate config is in effect", config_file),)
-    notes += _unused_keys(defaults, given, _as_written(config_file, cwd)) + _lost_keys(args, typed, defaults, _as_written(config_file, cwd))
+    notes += _unused_keys(defaults, given, _as_written(config_file, cwd)) + _lost_keys(
+        args, given, typed, defaults, _as_written(config_file, cwd)
+    )
     script = None if args.training_script == _NO_SCRIPT else args.training_script
     return LaunchSpec(
         launcher="accelerate", argv=tuple(argv), cwd=cwd, script=script, script_args=tuple(args.training_script_args),
@@ -154,7 +156,7 @@ def _unused_keys(defaults: Any, given: Mapping[str, Any], config_file: str | Non
                  for key in unused if key.rpartition(".")[2] not in known)  # fmt: skip
 
 
-def _lost_keys(args: Any, typed: set[str], defaults: Any, config_file: str | None) -> tuple[Note, ...]:
+def _lost_keys(args: Any, given: Mapping[str, Any], typed: set[str], defaults: Any, config_file: str | None) -> tuple[Note, ...]:
     """Keys of the config file that a typed flag replaced, and FSDP keys that stand there without their prefix, which accelerate adds
     (commands/launch.py:_validate_launch_command)."""
     notes = []
@@ -162,7 +164,7 @@ def _lost_keys(args: Any, typed: set[str], defaults: Any, config_file: str | Non
         used = getattr(args, name, value)
         if name in typed and used != value and key != "distributed_type":
             notes.append(Note("LG209", "info", f"{name} is {used} (command line), not {value} ({config_file}:{key})", "command line"))
-        if key.startswith("fsdp_config.") and not key.removeprefix("fsdp_config.").startswith("fsdp") and hasattr(args, name):
+        if key.startswith("fsdp_config.") and not key.removeprefix("fsdp_config.").startswith("fsdp") and name in given:
             notes.append(Note("LG234", "info", f"{key} is read as {name}: accelerate adds the prefix", f"{config_file}:{key}"))
     return tuple(notes)
 

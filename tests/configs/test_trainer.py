@@ -43,7 +43,7 @@ def test_bf16_and_fp16_exclude_each_other(work) -> None:
         ("adamw_bnb_8bit", "adamw_8bit", "fused"),
         ("paged_adamw_8bit", "paged_adamw_8bit", "fused"),
         ("adafactor", "adafactor", "for_loop"),
-        ("galore_adamw", "galore_adamw", "for_loop"),
+        ("galore_adamw", "adamw", "foreach"),
     ],
 )
 def test_optim(work, name: str, profile: str, implementation: str) -> None:
