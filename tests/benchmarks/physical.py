@@ -81,10 +81,8 @@ def main() -> None:
     for name, row, measured in rows(arguments.kind):
         virtual = virtual_peak(arguments.kind, row, environment.python, stubs)
         errors.append(abs(virtual - measured) / measured * 100)
-        print(
-            f"{name:40s} physical {measured / 1e9:8.3f} GB  virtual {virtual / 1e9:8.3f} GB  {(virtual - measured) / measured * 100:+.2f} %",
-            flush=True,
-        )
+        difference = (virtual - measured) / measured * 100
+        print(f"{name:40s} physical {measured / 1e9:8.3f} GB  virtual {virtual / 1e9:8.3f} GB  {difference:+.2f} %", flush=True)
     print(f"{len(errors)} rows: mean |difference| {sum(errors) / len(errors):.3f} %, largest {max(errors):.2f} %")
 
 
