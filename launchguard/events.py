@@ -75,6 +75,14 @@ class ModuleInfo:
     parent: int
 
 
+class Prediction(NamedTuple):
+    """A tensor that an evaluation keeps of one batch. storage: in the trace; nbytes: of the tensor itself."""
+
+    storage: int
+    nbytes: int
+    dtype: str
+
+
 @dataclass(frozen=True)
 class StepTrace:
     """Allocations of one micro-batch (forward, loss, backward) of the plain module, in host order.
@@ -90,6 +98,8 @@ class StepTrace:
     facts: Mapping[str, Any] = field(default_factory=dict)  # no_split_modules, attention kernels, value reads, seconds
     inputs: tuple[int, ...] = ()  # storages of the micro-batch itself
     output_bytes: tuple[int, ...] = ()  # of the tensors that the model returned
+    predictions: tuple[Prediction, ...] = ()  # of an evaluation batch: what the model returned beside the loss
+    evaluation: StepTrace | None = None  # one evaluation batch: forward alone, no gradients
 
 
 # ---------------------------------------------------------------- the schedule of one rank

@@ -270,6 +270,22 @@ class QuantizationSpec:
 
 
 @dataclass(frozen=True)
+class EvaluationSpec:
+    """Evaluation by the Trainer. batch_size: per device; loss_only: the predictions of a batch are dropped; reduced: the script's
+    preprocess_logits_for_metrics makes them small; accumulation_steps: batches whose predictions stay on the device, None: all;
+    concatenate: into one tensor (eval_do_concat_batches); per_batch: metrics are taken batch by batch (batch_eval_metrics);
+    batches: of the evaluation set per rank, None: not known."""
+
+    batch_size: int = 8
+    loss_only: bool = True
+    reduced: bool = False
+    accumulation_steps: int | None = None
+    concatenate: bool = True
+    per_batch: bool = False
+    batches: int | None = None
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """One training job, as every rank will run it.
 
@@ -296,6 +312,7 @@ class JobSpec:
     ddp: DdpSpec | None = None
     lora: LoraSpec | None = None
     quantization: QuantizationSpec | None = None
+    evaluation: EvaluationSpec | None = None
     compile: bool = False
     device: str = "auto"
     headroom: str = "10%"
@@ -332,6 +349,7 @@ class JobSpec:
 _PARTS: dict[str, type] = {
     "model": ModelSpec, "precision": Precision, "activation_checkpointing": ActivationCheckpointing, "optimizer": OptimizerSpec,
     "zero": ZeroSpec, "fsdp": FsdpSpec, "ddp": DdpSpec, "lora": LoraSpec, "quantization": QuantizationSpec,
+    "evaluation": EvaluationSpec,
 }  # fmt: skip
 
 

@@ -152,11 +152,11 @@ class Simulator:
     def _trace(self, job: JobSpec) -> StepTrace:
         from launchguard import trace  # imports no torch itself; its worker process does
 
-        request = trace.request_of(job, self.profile)
-        key = request.key()
-        if key not in self._traces:
-            self._traces[key] = trace.trace_request(request, self.progress, self.use_cache)
-        return self._traces[key]
+        wanted = {request.key(): request for request in trace.requests_of(job, self.profile)}
+        missing = [key for key in wanted if key not in self._traces]
+        traced = trace.trace_requests([wanted[key] for key in missing], self.progress, self.use_cache)
+        self._traces.update(zip(missing, traced))
+        return trace.joined([self._traces[key] for key in wanted])
 
 
 def find_device(name: str, headroom: str) -> tuple[DeviceProfile, DeviceBudget]:

@@ -46,6 +46,13 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * (1000 if decimal else 1024) ** power)
 
 
+def gib(nbytes: int, digits: int = 1) -> str:
+    """Bytes as text: "41.2 GiB"; below 0.1 GiB "12.5 MiB"."""
+    if 0 < abs(nbytes) < GIB // 10:
+        return f"{nbytes / MIB:.{digits}f} MiB"
+    return f"{nbytes / GIB:.{digits}f} GiB"
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

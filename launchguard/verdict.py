@@ -12,7 +12,8 @@ from launchguard.errors import InputError
 from launchguard.events import Category, MemoryTimeline, OutOfMemory, RankSchedule, StepTrace, TraceOp
 from launchguard.job import JobSpec, Note
 from launchguard.profiles import DeviceProfile, communicator_bytes
-from launchguard.units import parse_bytes
+from launchguard.strategies import evaluation_growth
+from launchguard.units import gib, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,13 @@ def predict_rank(schedule: RankSchedule, job: JobSpec, outside: Outside, budget:
     return RankPrediction(schedule.ranks, timeline, tuple(phases), peak, breakdown(timeline, peak, outside), oom)
 
 
+def next_limit(rank: RankPrediction) -> PhaseBytes | None:
+    """The phase of another kind that comes nearest to the peak: what would be in the way once the peak is gone."""
+    family = rank.peak.name.split("_")[0]
+    others = [p for p in rank.phases if p.name.split("_")[0] not in (family, "idle")]
+    return max(others, key=lambda p: p.allocated_bytes, default=None)
+
+
 def breakdown(timeline: MemoryTimeline, peak: PhaseBytes, outside: Outside) -> dict[str, int]:
     """Bytes at the peak by category, summing to peak.device_bytes; what nobody claims is overhead."""
     parts = {c.value: 0 for c in Category}
@@ -214,10 +222,29 @@ def judge(
     notes = list(job.notes)
     if verdict == "fits" and any(r.peak.device_bytes > budget.budget_bytes for r in ranks):
         notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
+    notes += _evaluation_notes(job, trace, worst, budget)
     return Verdict(
         verdict, job, budget, ranks, _hosts(job, schedules), tuple(causes_of(job, worst)) if verdict == "exceeds" else (),
         confidence, interval, tuple(notes), {},
     )  # fmt: skip
+
+
+def _evaluation_notes(job: JobSpec, trace: StepTrace, worst: RankPrediction, budget: DeviceBudget) -> list[Note]:
+    """An evaluation whose predictions pile up on the device, over a set whose size nobody states."""
+    growth = evaluation_growth(job, trace)
+    if growth is None or job.evaluation is None:
+        return []
+    batches, nbytes = growth
+    at = next((p.allocated_bytes for p in worst.phases if p.name == "evaluation"), 0)
+    outside = worst.peak.device_bytes - worst.peak.reserved_bytes
+    room = budget.budget_bytes - outside - at
+    most = batches + room // nbytes if room >= 0 else max(0, batches - (-room + nbytes - 1) // nbytes)
+    samples = f"{most * job.evaluation.batch_size * job.world_size:,} samples"
+    message = (
+        f"evaluation keeps the predictions of all its batches on the device, {gib(nbytes)} more for each; the size of the set is not "
+        f"known: predicted for {batches} batches, at most {most} ({samples}) would fit; eval_accumulation_steps bounds it"
+    )
+    return [Note("LG219", "warning", message, str(job.origin("evaluation.accumulation_steps")))]
 
 
 def unknown_verdict(job: JobSpec, budget: DeviceBudget, reason: str) -> Verdict:
@@ -256,11 +283,11 @@ def _hosts(job: JobSpec, schedules: Sequence[RankSchedule]) -> tuple[HostPredict
 # ---------------------------------------------------------------- causes
 def causes_of(job: JobSpec, rank: RankPrediction) -> list[Cause]:
     """The breakdown at the peak, largest first, each with the setting that made it so large."""
-    causes = []
+    causes, reasons = [], {**_CAUSES, **_PHASE_CAUSES.get(rank.peak.name, {})}
     for category, nbytes in sorted(rank.breakdown.items(), key=lambda x: -x[1]):
         if nbytes <= 0:
             continue
-        text, field_name = _CAUSES[category](job)
+        text, field_name = reasons[category](job)
         labels = bytes_by_label(rank, category)
         children = tuple(Cause(category, label, n, "") for label, n in labels[:3] if len(labels) > 1)
         causes.append(Cause(category, text, nbytes, describe_origin(job, field_name), children))
@@ -340,6 +367,19 @@ def _overhead_cause(job: JobSpec) -> tuple[str, str]:
     return "CUDA context, workspaces and allocator fragmentation", "allocator_conf"
 
 
+def _predictions_cause(job: JobSpec) -> tuple[str, str]:
+    loss_only = job.evaluation is None or job.evaluation.loss_only
+    return ("batch of the evaluation", "") if loss_only else ("predictions of evaluation batches are kept", "evaluation.accumulation_steps")
+
+
+def _evaluation_cause(job: JobSpec) -> tuple[str, str]:
+    size = job.evaluation.batch_size if job.evaluation else 0
+    return f"temporaries of an evaluation batch ({size} x {job.seq_len} tokens)", "evaluation.batch_size"
+
+
+_PHASE_CAUSES: dict[str, dict[str, Callable[[JobSpec], tuple[str, str]]]] = {
+    "evaluation": {"activations": _predictions_cause, "temporaries": _evaluation_cause},
+}
 _CAUSES: dict[str, Callable[[JobSpec], tuple[str, str]]] = {
     "parameters": _parameters_cause,
     "gradients": _gradients_cause,

@@ -34,7 +34,7 @@ NAME = "launchguard.yaml"
 _PARTS: Mapping[str, type] = {
     "model": job.ModelSpec, "precision": job.Precision, "activation_checkpointing": job.ActivationCheckpointing,
     "optimizer": job.OptimizerSpec, "zero": job.ZeroSpec, "fsdp": job.FsdpSpec, "ddp": job.DdpSpec, "lora": job.LoraSpec,
-    "quantization": job.QuantizationSpec,
+    "quantization": job.QuantizationSpec, "evaluation": job.EvaluationSpec,
 }  # fmt: skip
 _NOT_FIELDS = ("launch", "versions", "origins", "notes")
 _FILES = ("deepspeed", "accelerate", "fsdp_config")

@@ -32,7 +32,8 @@ _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 @dataclass(frozen=True)
 class Call:
     """One call in the script. owner: what stands before the dot; keywords: those that are literals; references: keyword, or position
-    as text, -> attribute it takes its value from ("batch_size" of args.batch_size); scope: function it stands in, "" for the module;
+    as text, -> attribute it takes its value from ("batch_size" of args.batch_size); names: keywords that are given and not None, "**" for
+    a mapping of them; scope: function it stands in, "" for the module;
     guard: the name that an `if args.name:` round it asks, "" without one."""
 
     name: str
@@ -41,6 +42,7 @@ class Call:
     positional: tuple[Any, ...]
     keywords: Mapping[str, Setting]
     references: Mapping[str, str] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
     scope: str = ""
     guard: str = ""
 
@@ -125,6 +127,10 @@ class ScriptSource:
     def model_call(self) -> Call | None:
         """The call that loads the model."""
         return next((call for call in self.calls if call.name == "from_pretrained" and "Model" in call.owner), None)
+
+    def trainer_call(self) -> Call | None:
+        """The call that makes the Trainer."""
+        return next((call for call in self.calls if call.name in _LOOPS), None)
 
     def model_name(self) -> Setting | None:
         """The model's name where it is written in the code: from_pretrained("x"), SFTTrainer("x", ...), SFTTrainer(model="x")."""
@@ -266,7 +272,7 @@ class _Reader(ast.NodeVisitor):
         elif name in _READ:
             positional, keywords = tuple(self._positional(node)), dict(self._keywords(node))
             self.calls.append(
-                Call(name, owner, self._origin(node), positional, keywords, dict(_references(node)), self._scope, self._guard)
+                Call(name, owner, self._origin(node), positional, keywords, dict(_references(node)), _names(node), self._scope, self._guard)
             )
         self.generic_visit(node)
 
@@ -303,6 +309,10 @@ def _callee(function: ast.expr) -> tuple[str, str]:
     if isinstance(function, ast.Attribute):
         return function.attr, _callee(function.value)[0]
     return "", ""
+
+
+def _names(node: ast.Call) -> frozenset[str]:
+    return frozenset(k.arg or "**" for k in node.keywords if not (isinstance(k.value, ast.Constant) and k.value.value is None))
 
 
 def _references(node: ast.Call) -> Iterator[tuple[str, str]]:

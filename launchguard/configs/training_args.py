@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launchguard.configs import model_config, precision
+from launchguard.configs import evaluation, model_config, precision
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.errors import InputError
@@ -243,6 +243,7 @@ def _apply_trainer(sources: Sources) -> None:
     if _on(compiled) and compiled is not None:
         note_compile(sources, compiled.origin)
     apply_optim(sources)
+    evaluation.apply(sources)
 
 
 def note_compile(sources: Sources, origin: Origin) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from launchguard import __version__
 from launchguard.report.wording import CATEGORIES, effective_configuration, plain
-from launchguard.verdict import Advice, HostPrediction, PhaseBytes, RankPrediction, Verdict
+from launchguard.verdict import Advice, HostPrediction, PhaseBytes, RankPrediction, Verdict, next_limit
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).parent / "schema" / "report-1.schema.json"
@@ -43,9 +43,11 @@ def _sizes(phase: PhaseBytes) -> dict[str, int]:
 
 
 def _rank(rank: RankPrediction) -> dict[str, Any]:
+    after = next_limit(rank)
     return {
         "ranks": [*rank.ranks],
         "peak": {"phase": rank.peak.name, "module": rank.peak.module, **_sizes(rank.peak)},
+        "next": None if after is None else {"phase": after.name, "module": after.module, **_sizes(after)},
         "phases": [{"name": phase.name, **_sizes(phase)} for phase in rank.phases],
         "breakdown": {category: int(rank.breakdown.get(category, 0)) for category in CATEGORIES},
     }

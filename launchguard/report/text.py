@@ -23,7 +23,7 @@ from launchguard.report.wording import (
     rank_names,
     telling_digits,
 )
-from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict, worst_rank
+from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict, next_limit, worst_rank
 
 _SHOWN_CAUSES = 8
 # Defaults that decide the bytes are shown too; the others are in the JSON report.
@@ -240,9 +240,17 @@ def _background(verdict: Verdict) -> list[Text]:
         budget = f"of {gib(node.budget_bytes)}" if node.budget_bytes is not None else "(what the node has is not known)"
         lines.append(_fact("host", f"node {node.node} needs {gib(node.peak_bytes)} {budget} in {node.phase}"))
     if verdict.ranks:
+        lines.append(_fact("peak", _peak(worst_rank(verdict.ranks))))
         lines.append(_fact("interval", f"{gib(low)} to {gib(high)} on the worst rank's device"))
     reasons = f": {'; '.join(verdict.confidence.reasons)}" if verdict.confidence.reasons else ""
     return [*lines, _fact("confidence", f"{verdict.confidence.level}{reasons}")]
+
+
+def _peak(rank: RankPrediction) -> str:
+    """Where the peak is, and the next limit after it."""
+    text = f"{phase_name(rank.peak.name)}, {gib(rank.peak.allocated_bytes)} allocated"
+    after = next_limit(rank)
+    return text if after is None else f"{text}; next: {phase_name(after.name)} at {gib(after.allocated_bytes)}"
 
 
 def _fact(name: str, text: str) -> Text:

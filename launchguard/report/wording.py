@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launchguard.job import JobSpec
-from launchguard.units import GIB, MIB
+from launchguard.units import gib
 from launchguard.verdict import RankPrediction
 
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "communication", "temporaries", "overhead")
@@ -22,13 +22,6 @@ class EffectiveValue(NamedTuple):
     field: str
     value: Any
     origin: str
-
-
-def gib(nbytes: int, digits: int = 1) -> str:
-    """Bytes as text: "41.2 GiB"; below 0.1 GiB "12.5 MiB"."""
-    if 0 < abs(nbytes) < GIB // 10:
-        return f"{nbytes / MIB:.{digits}f} MiB"
-    return f"{nbytes / GIB:.{digits}f} GiB"
 
 
 def telling_digits(a: int, b: int) -> int:

@@ -12,6 +12,17 @@ from launchguard import registry
 from launchguard.events import RankSchedule, StepTrace
 from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile
+from launchguard.strategies._evaluation import ASSUMED_BATCHES, kept_bytes
+
+
+def evaluation_growth(job: JobSpec, trace: StepTrace) -> tuple[int, int] | None:
+    """(batches simulated, bytes that one more adds to the peak of the evaluation), when what an evaluation keeps on the device has no
+    bound: every batch is in the old and in the new tensor while they are concatenated."""
+    spec = job.evaluation
+    if spec is None or trace.evaluation is None or spec.loss_only or spec.batches or spec.accumulation_steps or spec.per_batch:
+        return None
+    kept = sum(kept_bytes(spec, trace.evaluation)) * job.world_size
+    return (ASSUMED_BATCHES, kept * (2 if spec.concatenate else 1)) if kept else None
 
 
 def schedules(job: JobSpec, trace: StepTrace, device: DeviceProfile) -> list[RankSchedule]:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import TRAINER_LOOPS, JobSpec
 from launchguard.profiles import DeviceProfile
+from launchguard.strategies._evaluation import Evaluation
 from launchguard.strategies._stream import MicroBatch, MicroBatchHooks, Stream
 from launchguard.units import MIB, dtype_bytes
 
 STEPS = 3  # the first creates optimizer states, the second is ZeRO-3's first with a complete trace, the third is steady
+BEFORE_EVALUATION = 2  # evaluation comes between steps: all states exist, and a step follows it
 MAX_MICRO_BATCHES = 3  # of one accumulation: the first, one like all in the middle, and the last
 
 
@@ -37,6 +39,10 @@ class Engine(MicroBatchHooks):
 
     def zero_grad(self) -> None:
         """After the step."""
+
+    def evaluation_hooks(self) -> MicroBatchHooks:
+        """What the framework does in a forward without gradients: by default, what it does in any forward."""
+        return self
 
     # shared pieces -------------------------------------------------------------------------------------------------
     def stored_bytes(self, index: int, dtype: str | None = None) -> int:
@@ -130,7 +136,16 @@ def run_job(engine: Engine) -> Stream:
         engine.step()
         stream.phase("idle")
         engine.zero_grad()
+        if n == BEFORE_EVALUATION:
+            evaluate(engine)
     return stream
+
+
+def evaluate(engine: Engine) -> None:
+    """The job's evaluation, if it has one."""
+    spec, trace = engine.job.evaluation, engine.trace.evaluation
+    if spec is not None and trace is not None:
+        Evaluation(engine.stream, spec, trace, engine.job.world_size).run(engine.evaluation_hooks())
 
 
 def schedule_of(engine: Engine, ranks: tuple[int, ...]) -> RankSchedule:

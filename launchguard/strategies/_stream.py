@@ -95,6 +95,7 @@ class MicroBatch:
         self.events = [(int(op), a, b) for op, a, b in trace.events]
         self.saved = saved_for_backward(trace)
         self.names = [m.name or m.cls for m in trace.modules]
+        self.kept = frozenset(p.storage for p in trace.predictions)
         self.is_grad = {b for op, _, b in trace.events if op is TraceOp.GRAD}
 
     def _warm_up(self, stream: Stream, thread: int) -> None:
@@ -103,9 +104,10 @@ class MicroBatch:
 
     def run(
         self, stream: Stream, hooks: MicroBatchHooks, phase: Sequence[str] = ("forward", "backward"), inputs_held: bool = False
-    ) -> None:  # fmt: skip
-        """Replay forward and backward, calling the hooks at every mark. phase: names of the two phases; inputs_held: the loop holds the
-        micro-batch itself, so it is neither allocated nor freed here."""
+    ) -> dict[int, int]:  # fmt: skip
+        """Replay forward and backward (an evaluation batch has no backward), calling the hooks at every mark. phase: names of the two
+        phases; inputs_held: the loop holds the micro-batch itself, so it is neither allocated nor freed here.
+        Gives the handles of an evaluation's predictions, by storage: they are the caller's to free."""
         elsewhere = self.inputs if inputs_held else frozenset()
         alloc, free, enter, exit_, b_enter, b_exit, grad, forward, backward, end, matmul = range(len(TraceOp))
         handles: dict[int, int] = {}
@@ -115,9 +117,17 @@ class MicroBatch:
             if op <= free and a in elsewhere:
                 continue
             if op == alloc:
-                category = Category.ACTIVATIONS if a in self.saved else Category.GRADIENTS if a in self.is_grad else Category.TEMPORARIES
+                category = (
+                    Category.ACTIVATIONS
+                    if a in self.saved or a in self.kept
+                    else Category.GRADIENTS
+                    if a in self.is_grad
+                    else Category.TEMPORARIES
+                )
                 handles[a] = stream.alloc(b, category, where[-1])
             elif op == free:
+                if a in self.kept:
+                    continue
                 handle = handles.pop(a, 0)
                 if a in owned:
                     owned.discard(a)
@@ -152,6 +162,10 @@ class MicroBatch:
                 hooks.backward_begin()
             elif op == matmul:
                 self._warm_up(stream, int(in_backward))
-            elif op == end:
+            elif op == end and in_backward:
                 hooks.backward_end()
+            elif op == end:
+                hooks.forward_end()
+        predictions = {a: handles.pop(a, 0) for a in self.kept}
         stream.free(*handles.values())
+        return predictions

@@ -12,6 +12,7 @@ from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import DdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import broadcast_coalesced, schedule_of
+from launchguard.strategies._stream import MicroBatchHooks
 from launchguard.strategies.single import SingleEngine, representatives
 from launchguard.units import MIB, dtype_bytes
 
@@ -92,6 +93,10 @@ class DdpEngine(SingleEngine):
             for param in list(self.grads):
                 self._copy_into_bucket(param)
         self.synced = self.synced or self.sync
+
+    def evaluation_hooks(self) -> MicroBatchHooks:
+        """The Trainer evaluates the module inside DDP (transformers 5.24 trainer.py:_wrap_model, training=False)."""
+        return MicroBatchHooks()
 
     def zero_grad(self) -> None:
         super().zero_grad()

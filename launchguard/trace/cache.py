@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from launchguard.events import ModuleInfo, ParamInfo, StepTrace, TraceEvent, TraceOp
+from launchguard.events import ModuleInfo, ParamInfo, Prediction, StepTrace, TraceEvent, TraceOp
 
 MAX_FILES = 200
 
@@ -34,6 +34,7 @@ def encode(trace: StepTrace) -> bytes:
         "facts": dict(trace.facts),
         "inputs": trace.inputs,
         "output_bytes": trace.output_bytes,
+        "predictions": trace.predictions,
     }
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
 
@@ -47,7 +48,8 @@ def decode(data: bytes) -> StepTrace:
     params = tuple(ParamInfo(n, tuple(shape), dtype, grad, module, tuple(owners), stored)
                    for n, shape, dtype, grad, module, owners, stored in document["params"])  # fmt: skip
     modules = tuple(ModuleInfo(*m) for m in document["modules"])
-    ends = tuple(document["inputs"]), tuple(document["output_bytes"])
+    predictions = tuple(Prediction(*p) for p in document["predictions"])
+    ends = tuple(document["inputs"]), tuple(document["output_bytes"]), predictions
     return StepTrace(params, modules, tuple(document["buffer_bytes"]), events, document["facts"], *ends)
 
 

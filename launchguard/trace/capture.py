@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launchguard.events import ModuleInfo, ParamInfo, StepTrace, TraceEvent, TraceOp
+from launchguard.events import ModuleInfo, ParamInfo, Prediction, StepTrace, TraceEvent, TraceOp
 from launchguard.trace.cuda_semantics import DEVICE, SCRATCH, Card
 
 aten = torch.ops.aten
@@ -305,3 +305,31 @@ def capture(
         del loss, outputs
     facts["value_reads"] = sorted(tracker.value_reads)
     return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts, inputs, output_bytes)
+
+
+def capture_evaluation(
+    mode: FakeTensorMode, model: torch.nn.Module, make_batch: Callable[[], dict[str, Any]], run: Callable[..., Any],
+    card: Card, progress: Callable[[str], None], facts: dict[str, Any], ignored: list[str],
+) -> StepTrace:  # fmt: skip
+    """Run one batch as Trainer.prediction_step does: no gradients; its predictions are everything that the model returns beside the loss
+    and config.keys_to_ignore_at_inference (transformers 5.24 trainer.py)."""
+    tracker = Tracker(card)
+    tracker.ignore([*model.parameters(), *model.buffers()])
+    marks = ModuleMarks(model, tracker)
+    buffers = tuple(b.untyped_storage().nbytes() for b in model.buffers() if b.device.type == DEVICE)
+    with mode, tracker, torch.no_grad():
+        tracker.mark(TraceOp.FORWARD)
+        progress("evaluation")
+        batch = make_batch()
+        inputs = tuple(tracker.see(t) for t in batch.values())
+        facts["label_bytes"] = batch["labels"].untyped_storage().nbytes() if "labels" in batch else 0
+        loss, outputs = run(model, batch)
+        batch.clear()
+        named = outputs.items() if isinstance(outputs, dict) else enumerate(outputs if isinstance(outputs, (tuple, list)) else ())
+        kept = [v for k, v in named if k not in (*ignored, "loss", 0)]  # outputs[1:] of a tuple
+        predictions = tuple(Prediction(tracker.see(t), t.numel() * t.element_size(), str(t.dtype).removeprefix("torch."))
+                            for v in kept for t in _tensors(v))  # fmt: skip
+        tracker.mark(TraceOp.END)
+        del loss, outputs, kept
+    facts["value_reads"] = sorted(tracker.value_reads)
+    return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts, inputs, predictions=predictions)

@@ -216,12 +216,15 @@ class Semantics:
         if kernel == "math":
             return self._math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         bias = self._bias(attn_mask, query, key)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))  # should_compute_logsumexp
         if kernel == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, differentiable, dropout_p, is_causal, False, scale=scale
+            )[0]
         if key.shape[1] != query.shape[1]:
             return _GroupedEfficient.apply(query, key, value)
         return aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, dropout_p, is_causal and bias is None, scale=scale
+            query, key, value, bias, differentiable, dropout_p, is_causal and bias is None, scale=scale
         )[0]
 
     def choose_attention(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout_p: float) -> str:

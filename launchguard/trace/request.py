@@ -26,7 +26,8 @@ class TraceRequest:
 
     compute: dtype to which every floating parameter is cast for forward (FSDP mixed precision, DeepSpeed), None: as loaded;
     checkpointing: None, or {"via", "use_reentrant", "classes"}; card: (major, minor, sms, threads per SM);
-    fused_lm_head: TRL's SFTTrainer computes log-probabilities in chunks instead of logits (trl 1.16 trainer/sft_trainer.py).
+    fused_lm_head: TRL's SFTTrainer computes log-probabilities in chunks instead of logits (trl 1.16 trainer/sft_trainer.py);
+    evaluation: None for a training step, "loss" or "predictions" for a batch of evaluation and what it is run for.
     """
 
     config: dict[str, Any] | None
@@ -52,6 +53,7 @@ class TraceRequest:
     card: tuple[int, int, int, int]
     use_liger_kernel: bool = False
     fused_lm_head: bool = False
+    evaluation: str | None = None
     source_hash: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -92,6 +94,15 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
         versions={**versions(LIBRARIES), **job.versions},
     )
+
+
+def requests_of(job: JobSpec, device: DeviceProfile) -> list[TraceRequest]:
+    """The training step, and one batch of evaluation when there is one."""
+    step, evaluation = request_of(job, device), job.evaluation
+    if evaluation is None:
+        return [step]
+    kind = "loss" if evaluation.loss_only else "predictions"
+    return [step, dataclasses.replace(step, evaluation=kind, batch=evaluation.batch_size, outputs_alive=False)]
 
 
 def _wants_input_grads(job: JobSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import traceback
@@ -14,14 +15,15 @@ from launchguard.trace.cache import encode
 from launchguard.trace.request import TraceRequest
 
 
-def main(request: TraceRequest, pipe: Connection) -> None:
-    """Send ("progress", text)* and then ("trace", bytes) or ("error", (kind, message, where, help)); never returns."""
+def main(requests: list[TraceRequest], pipe: Connection) -> None:
+    """Send ("progress", text)* and then ("trace", bytes) for each request, or ("error", (kind, message, where, help)); never returns."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
     _silence()
     try:
-        trace = run(request, lambda text: pipe.send(("progress", text)))
-        pipe.send(("trace", encode(trace)))
+        for request in requests:
+            trace = run(request, lambda text: pipe.send(("progress", text)))
+            pipe.send(("trace", encode(trace)))
     except LaunchguardError as e:
         pipe.send(("error", ("input" if isinstance(e, InputError) else "unknown", e.message, e.where, e.help)))
     except ModuleNotFoundError as e:
@@ -60,28 +62,45 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from launchguard.trace import build_model, capture
-    from launchguard.trace.cuda_semantics import Card, Semantics
+    from launchguard.trace.cuda_semantics import Card
 
     major, minor, sms, threads = request.card
     card = Card((major, minor), sms, threads, _release(request.versions.get("torch", torch.__version__)))
     progress("building the model")
     model = build_model.build(request)
-    semantics = Semantics(card)
-    semantics.install()
+    semantics = _installed(card)
+    semantics.kernels.clear()
     if request.fused_lm_head:
         _fuse_lm_head(model)
     _fix_libraries()
+    if request.evaluation is not None:
+        model.eval()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         build_model.place(model, request.compute)
     built = time.perf_counter()
     facts = _facts(model, request)
     step = _step(request, semantics)
-    trace = capture.capture(mode, model, build_model.batch_maker(model, request), step, card, progress, facts, request.outputs_alive)
+    make_batch = build_model.batch_maker(model, request)
+    if request.evaluation is not None:
+        ignored = list(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
+        trace = capture.capture_evaluation(mode, model, make_batch, step, card, progress, facts, ignored)
+    else:
+        trace = capture.capture(mode, model, make_batch, step, card, progress, facts, request.outputs_alive)
     facts["attention_kernels"] = sorted(semantics.kernels)
     facts["seconds"] = {"build": round(built - started, 3), "trace": round(time.perf_counter() - built, 3)}
     facts["torch"] = torch.__version__
     return trace
+
+
+@functools.cache
+def _installed(card: Any) -> Any:
+    """The simulated device, once per process."""
+    from launchguard.trace.cuda_semantics import Semantics
+
+    semantics = Semantics(card)
+    semantics.install()
+    return semantics
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -138,6 +157,8 @@ def _step(request: TraceRequest, semantics: Any) -> Callable[..., Any]:
             _prepare_forward(model, semantics, dtype)
         with semantics.autocast(None if request.float32_outputs else dtype):
             outputs = _call(model, {**batch, "fused_lm_head": True} if request.fused_lm_head else batch)
+            if request.fused_lm_head and request.evaluation == "predictions":
+                return _sft_loss(outputs), _call(model, {k: v for k, v in batch.items() if k != "labels"})  # the logits: forward again
             batch.clear()  # whoever keeps a batch longer is a matter of the loop
             if request.config is None:
                 return _loss(outputs, request.loss), outputs

@@ -17,6 +17,7 @@ from launchguard.errors import InputError
 from launchguard.job import (
     ActivationCheckpointing,
     DdpSpec,
+    EvaluationSpec,
     FsdpSpec,
     JobSpec,
     LaunchSpec,
@@ -85,6 +86,7 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
         ddp=_ddp(case),
         lora=_lora(case, notes),
         quantization=_quantization(case),
+        evaluation=_evaluation(case),
         device=profile.id,
         headroom="0%",
         allocator_conf=case.get("allocator") or "",
@@ -201,6 +203,14 @@ def _precision(case: Case, loop: str) -> Precision:
         load = params if case["stack"] != "vgpu" else "float32"
         return Precision(load=load, storage=compute, compute=compute)
     return Precision(load=params, storage=params, compute=params, reduce=p["reduce"] or params)
+
+
+def _evaluation(case: Case) -> EvaluationSpec | None:
+    """Recorded runs that evaluate do so without compute_metrics: of every batch the loss alone is kept."""
+    arguments = (case.get("inputs") or {}).get("training_arguments") or {}
+    if str(arguments.get("eval_strategy", "no")) == "no":
+        return None
+    return EvaluationSpec(batch_size=int(arguments.get("per_device_eval_batch_size", 8)))
 
 
 def _checkpointing(case: Case) -> ActivationCheckpointing:
