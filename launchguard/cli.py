@@ -36,6 +36,7 @@ PREDICTION_OPTIONS = (
     _option("--model", metavar="PATH|ID|module:callable", help="The model, where the command does not name it."),
     _option("--device", metavar="NAME|BYTES|auto", help="The card that the job will run on (default: this node's, through NVML)."),
     _option("--headroom", metavar="10%|6GiB", help="Device memory to keep free (default 10%)."),
+    _option("--host-memory", metavar="512GiB", help="Main memory of a node (default: this node's, where the job's GPUs are here)."),
     _option("--micro-batch-size", type=click.IntRange(1), help="Samples per device and micro-batch."),
     _option("--seq-len", type=click.IntRange(1), help="Longest sequence, in tokens."),
     _option("--gpus-per-node", type=click.IntRange(1), help="Devices per node, where the command leaves that to the node."),

@@ -216,6 +216,7 @@ class ZeroSpec:
 class FsdpSpec:
     """Names of Accelerate's and torch's FSDP options. version 1 or 2; wrap_policy: TRANSFORMER_BASED_WRAP | SIZE_BASED_WRAP |
     NO_WRAP | MANUAL (module:callable jobs: wrap_classes); reshard_after_forward: version 2, bool or int;
+    state_dict_type: FULL_STATE_DICT | SHARDED_STATE_DICT | LOCAL_STATE_DICT;
     accelerate_grouping: Accelerate's fsdp2_prepare_model (embedding and tail in groups of their own)."""
 
     version: int = 1
@@ -234,6 +235,7 @@ class FsdpSpec:
     accelerate_grouping: bool = True
     sync_each_batch: bool = False
     adapters_apart: bool = False  # PEFT's wrap policy: leaf modules with a trainable weight are units of their own
+    state_dict_type: str = "FULL_STATE_DICT"
     shard_group_size: int | None = None  # HYBRID_SHARD, HSDP: ranks that share one copy; None: the world
 
 
@@ -286,12 +288,20 @@ class EvaluationSpec:
 
 
 @dataclass(frozen=True)
+class SavingSpec:
+    """Checkpoints that the Trainer writes while it trains. optimizer: its states too (not save_only_model)."""
+
+    optimizer: bool = True
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """One training job, as every rank will run it.
 
     loop: whose training loop ("trainer" | "sft" | "dpo" | "accelerate" | "deepspeed" | "torch"): decides when gradients are clipped
     and outputs dropped; strategy: key of strategies/ ("single" | "ddp" | "zero" | "fsdp1" | "fsdp2").
-    device: key of profiles/devices, "auto", or a byte count; headroom: "10%" or "6GiB"; allocator_conf: PYTORCH_CUDA_ALLOC_CONF.
+    device: key of profiles/devices, "auto", or a byte count; headroom: "10%" or "6GiB"; host_memory: of a node, "auto" or a size;
+    allocator_conf: PYTORCH_CUDA_ALLOC_CONF.
     """
 
     launch: LaunchSpec
@@ -313,9 +323,11 @@ class JobSpec:
     lora: LoraSpec | None = None
     quantization: QuantizationSpec | None = None
     evaluation: EvaluationSpec | None = None
+    saving: SavingSpec | None = None
     compile: bool = False
     device: str = "auto"
     headroom: str = "10%"
+    host_memory: str = "auto"
     allocator_conf: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)
@@ -349,7 +361,7 @@ class JobSpec:
 _PARTS: dict[str, type] = {
     "model": ModelSpec, "precision": Precision, "activation_checkpointing": ActivationCheckpointing, "optimizer": OptimizerSpec,
     "zero": ZeroSpec, "fsdp": FsdpSpec, "ddp": DdpSpec, "lora": LoraSpec, "quantization": QuantizationSpec,
-    "evaluation": EvaluationSpec,
+    "evaluation": EvaluationSpec, "saving": SavingSpec,
 }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from launchguard.allocator import replay
 from launchguard.errors import InputError
 from launchguard.events import Category, MemoryTimeline, OutOfMemory, RankSchedule, StepTrace, TraceOp
 from launchguard.job import JobSpec, Note
-from launchguard.profiles import DeviceProfile, communicator_bytes
-from launchguard.strategies import evaluation_growth
+from launchguard.profiles import DeviceProfile, communicator_bytes, host_memory
+from launchguard.strategies import evaluation_growth, node_phases
 from launchguard.units import gib, parse_bytes
 
 
@@ -218,13 +218,15 @@ def judge(
         worst.peak.allocated_bytes + outside.context_low + outside.communication_low,
         int(worst.peak.reserved_bytes * (1 + RESERVED_SPREAD)) + outside.context_high + outside.communication_high,
     )
-    verdict = "exceeds" if any(r.oom is not None for r in ranks) else "fits"
+    hosts, fails = _hosts(job, trace, schedules), any(r.oom is not None for r in ranks)
+    short = [node for node in hosts if host_exceeds(node)]
+    verdict = "exceeds" if fails or short else "fits"
     notes = list(job.notes)
     if verdict == "fits" and any(r.peak.device_bytes > budget.budget_bytes for r in ranks):
         notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
     notes += _evaluation_notes(job, trace, worst, budget)
     return Verdict(
-        verdict, job, budget, ranks, _hosts(job, schedules), tuple(causes_of(job, worst)) if verdict == "exceeds" else (),
+        verdict, job, budget, ranks, hosts, tuple(causes_of(job, worst) if fails else [c for node in short for c in _host_causes(node)]),
         confidence, interval, tuple(notes), {},
     )  # fmt: skip
 
@@ -271,13 +273,33 @@ def _confidence(job: JobSpec, trace: StepTrace) -> Confidence:
     return Confidence("medium" if assumed else "high", tuple(assumed))
 
 
-def _hosts(job: JobSpec, schedules: Sequence[RankSchedule]) -> tuple[HostPrediction, ...]:
-    """Host bytes of one node: every local rank holds what its kind holds (the first kind stands for a node)."""
-    if not schedules or not schedules[0].host:
+def host_budget(job: JobSpec) -> int | None:
+    """Bytes of main memory that a node has for the job: as stated, else this machine's when the job's GPUs are here, else not known.
+    Raises InputError for a size that is none."""
+    if job.host_memory != "auto":
+        try:
+            return parse_bytes(job.host_memory)
+        except ValueError:
+            raise InputError(f"not a size: {job.host_memory!r}", where=str(job.origin("host_memory")), help="e.g. 512GiB") from None
+    return host_memory(job.launch.environment)[0] if job.device == "auto" else None
+
+
+def _hosts(job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule]) -> tuple[HostPrediction, ...]:
+    """The first node at its peak: it holds rank 0, so no node needs more."""
+    phases = node_phases(job, trace, schedules)
+    if not phases:
         return ()
-    worst = max(schedules[0].host, key=lambda h: sum(h.bytes_by_label.values()))
-    local = {label: nbytes * job.launch.nproc_per_node for label, nbytes in worst.bytes_by_label.items()}
-    return (HostPrediction(0, sum(local.values()), worst.name, None, local),)
+    worst = max(phases, key=lambda h: sum(h.bytes_by_label.values()))
+    return (HostPrediction(0, sum(worst.bytes_by_label.values()), worst.name, host_budget(job), worst.bytes_by_label),)
+
+
+def host_exceeds(node: HostPrediction) -> bool:
+    """Does a node need more main memory than it is known to have?"""
+    return node.budget_bytes is not None and node.peak_bytes > node.budget_bytes
+
+
+def _host_causes(node: HostPrediction) -> list[Cause]:
+    return [Cause("host", label, nbytes, "") for label, nbytes in sorted(node.breakdown.items(), key=lambda x: -x[1])]
 
 
 # ---------------------------------------------------------------- causes
@@ -377,8 +399,14 @@ def _evaluation_cause(job: JobSpec) -> tuple[str, str]:
     return f"temporaries of an evaluation batch ({size} x {job.seq_len} tokens)", "evaluation.batch_size"
 
 
+def _gathered_cause(job: JobSpec) -> tuple[str, str]:
+    zero = job.strategy == "zero"
+    return "the state dict is gathered", "zero.stage3_gather_16bit_weights_on_model_save" if zero else "fsdp.state_dict_type"
+
+
 _PHASE_CAUSES: dict[str, dict[str, Callable[[JobSpec], tuple[str, str]]]] = {
     "evaluation": {"activations": _predictions_cause, "temporaries": _evaluation_cause},
+    "save": {"communication": _gathered_cause},
 }
 _CAUSES: dict[str, Callable[[JobSpec], tuple[str, str]]] = {
     "parameters": _parameters_cause,

@@ -2,6 +2,7 @@
 
     CODE, SAFETY ("safe": numerics unchanged | "review"), COST
     applies(job) -> bool
+    PHASES (if it cannot help in others): the phases that it makes smaller
     apply(job) -> iterator of (title, {dotted field: new value}), the mildest change first
 
 Every change is simulated before it is printed. A change names the place in the user's own files where it is made (_edits.py).
@@ -16,11 +17,14 @@ from launchguard import registry
 from launchguard.advice._edits import edits_of
 from launchguard.errors import LaunchguardError
 from launchguard.job import JobSpec
-from launchguard.verdict import Advice, Verdict, worst_rank
+from launchguard.verdict import Advice, Verdict, host_exceeds, worst_rank
 
 Simulate = Callable[[JobSpec], Verdict]
 ORDER = (
+    "bound_evaluation",
     "expandable_segments",
+    "load_on_one_rank",
+    "shard_state_dict",
     "checkpoint_activations",
     "raise_sharding",
     "shrink_micro_batch",
@@ -30,9 +34,13 @@ ORDER = (
 def advise(verdict: Verdict, simulate: Simulate) -> list[Advice]:
     """Simulated advice for a job that does not fit: those that fit first, then those that bring it nearest; when no single change is
     enough, also the first combination that is. Changes that do not lower the peak are left out."""
-    job, before = verdict.job, worst_rank(verdict.ranks).peak.device_bytes
+    job, worst = verdict.job, worst_rank(verdict.ranks)
+    before = 0 if _only_host(verdict) else worst.peak.device_bytes  # when only the host is short, a smaller device peak is no help
     found: list[tuple[Advice, dict[str, Any]]] = []
+    where = _failing_phases(verdict)
     for name in _names():
+        if where.isdisjoint(getattr(registry.load("advice", name), "PHASES", where)):
+            continue
         best = _best(name, job, simulate)
         if best is not None and (best[0].fits or best[0].device_bytes < before):
             found.append(best)
@@ -42,6 +50,17 @@ def advise(verdict: Verdict, simulate: Simulate) -> list[Advice]:
         if combined is not None:
             advice.append(combined)
     return sorted(advice, key=lambda a: (not a.fits, a.device_bytes if not a.fits else 0))
+
+
+def _failing_phases(verdict: Verdict) -> set[str]:
+    """Where the device or the host runs out, and the device's peak."""
+    worst = worst_rank(verdict.ranks)
+    device = set() if _only_host(verdict) else {worst.peak.name, *([worst.oom.phase] if worst.oom is not None else [])}
+    return device | {node.phase for node in verdict.host if host_exceeds(node)}
+
+
+def _only_host(verdict: Verdict) -> bool:
+    return worst_rank(verdict.ranks).oom is None and any(map(host_exceeds, verdict.host))
 
 
 def _names() -> list[str]:

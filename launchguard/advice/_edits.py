@@ -13,6 +13,8 @@ TRAINER_FLAGS = {
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
     "activation_checkpointing.enabled": "--gradient_checkpointing",
     "strategy": "--fsdp",
+    "evaluation.accumulation_steps": "--eval_accumulation_steps",
+    "evaluation.batch_size": "--per_device_eval_batch_size",
 }
 DEEPSPEED_KEYS = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
@@ -23,6 +25,9 @@ FSDP_KEYS = {
     "fsdp.sharding_strategy": "fsdp_config.fsdp_sharding_strategy",
     "fsdp.reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward",
     "activation_checkpointing.enabled": "fsdp_config.fsdp_activation_checkpointing",
+    "fsdp.state_dict_type": "fsdp_config.fsdp_state_dict_type",
+    "fsdp.cpu_ram_efficient_loading": "fsdp_config.fsdp_cpu_ram_efficient_loading",
+    "fsdp.sync_module_states": "fsdp_config.fsdp_sync_module_states",
 }
 SCRIPT = {
     "micro_batch_size": "the data loader's batch size",

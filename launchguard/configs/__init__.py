@@ -32,7 +32,7 @@ from launchguard.installed import versions
 from launchguard.job import TRAINER_LOOPS, JobSpec, LaunchSpec, Origin, Setting, Settings, build_job
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl")  # a prediction depends on their versions
-_OPTION_FIELDS = ("device", "headroom", "micro_batch_size", "seq_len")
+_OPTION_FIELDS = ("device", "headroom", "host_memory", "micro_batch_size", "seq_len")
 _OPTION = "command line"
 _LOOPS = (*TRAINER_LOOPS, "accelerate", "deepspeed", "torch")
 

@@ -44,7 +44,7 @@ def _when(sources: Sources) -> Setting | None:
     """What turns evaluation on: an eval_strategy, or --do_eval of a script that calls evaluate() itself."""
     args = sources.args
     strategy = args.stated("eval_strategy", "evaluation_strategy") or args.setting("eval_strategy")
-    if strategy is not None and _name(strategy.value) not in _OFF:
+    if strategy is not None and not is_off(strategy.value):
         return strategy
     asked, called = args.stated("do_eval"), sources.source.used.get("evaluate")
     readable = bool(sources.source.name)
@@ -53,9 +53,9 @@ def _when(sources: Sources) -> Setting | None:
     return Setting(True, called) if called and asked is None and sources.source.trainer_call() is not None else None
 
 
-def _name(value: Any) -> str:
-    """ "steps" of "steps", IntervalStrategy.STEPS and "IntervalStrategy.STEPS"."""
-    return str(getattr(value, "value", value)).rsplit(".", 1)[-1].lower()
+def is_off(strategy: Any) -> bool:
+    """True for an interval strategy of "no", however it is spelled ("IntervalStrategy.NO", YAML's false)."""
+    return str(getattr(strategy, "value", strategy)).rsplit(".", 1)[-1].lower() in _OFF
 
 
 def _loss_only(sources: Sources) -> Setting:

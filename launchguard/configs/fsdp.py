@@ -16,6 +16,7 @@ from launchguard.errors import InputError
 from launchguard.job import Origin, Setting
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")  # torch's StateDictType, in its order
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _INERT_IN_2 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
@@ -130,6 +131,7 @@ def _put_trainer_options(sources: Sources, options: _Options, version: int) -> N
     _put_wrap(sources, policy, options.options.get("transformer_layer_cls_to_wrap"),
               options.integer("min_num_params", 0, Origin(default_of("transformers"), "fsdp_config.min_num_params")))  # fmt: skip
     sources.put("fsdp.cpu_ram_efficient_loading", options.flag("cpu_ram_efficient_loading", False))
+    sources.put("fsdp.state_dict_type", options.choice("state_dict_type", STATE_DICTS[0], STATE_DICTS))
     if "activation_checkpointing" in options.options:
         _put_checkpointing(sources, options.flag("activation_checkpointing", False))
     note_inert(sources, version, {key: setting.origin for key, setting in options.options.items() if key != "sharding_strategy"})
@@ -168,6 +170,8 @@ def from_environment(sources: Sources) -> None:
     classes, size = variable(sources, "FSDP_TRANSFORMER_CLS_TO_WRAP", None), variable(sources, "FSDP_MIN_NUM_PARAMS", 0)
     _put_wrap(sources, Setting(one_of(policy.value, WRAP_POLICIES, policy.origin), policy.origin), classes if classes.value else None,
               Setting(int(size.value), size.origin))  # fmt: skip
+    kind = variable(sources, "FSDP_STATE_DICT_TYPE", STATE_DICTS[0] if number == 1 else STATE_DICTS[2])
+    sources.settings.put("fsdp.state_dict_type", one_of(kind.value, STATE_DICTS, kind.origin), kind.origin)
     checkpointing = variable(sources, "FSDP_ACTIVATION_CHECKPOINTING", False)
     _put_checkpointing(sources, Setting(boolean(checkpointing.value, checkpointing.origin), checkpointing.origin))
     if number == 1:

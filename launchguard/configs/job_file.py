@@ -35,6 +35,7 @@ _PARTS: Mapping[str, type] = {
     "model": job.ModelSpec, "precision": job.Precision, "activation_checkpointing": job.ActivationCheckpointing,
     "optimizer": job.OptimizerSpec, "zero": job.ZeroSpec, "fsdp": job.FsdpSpec, "ddp": job.DdpSpec, "lora": job.LoraSpec,
     "quantization": job.QuantizationSpec, "evaluation": job.EvaluationSpec,
+    "saving": job.SavingSpec,
 }  # fmt: skip
 _NOT_FIELDS = ("launch", "versions", "origins", "notes")
 _FILES = ("deepspeed", "accelerate", "fsdp_config")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launchguard.configs import evaluation, model_config, precision
+from launchguard.configs import evaluation, model_config, precision, saving
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.errors import InputError
@@ -244,6 +244,7 @@ def _apply_trainer(sources: Sources) -> None:
         note_compile(sources, compiled.origin)
     apply_optim(sources)
     evaluation.apply(sources)
+    saving.apply(sources)
 
 
 def note_compile(sources: Sources, origin: Origin) -> None:

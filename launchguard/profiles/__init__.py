@@ -6,6 +6,7 @@ Everything is YAML, one file per X, each with its `source`; a file is parsed whe
 from launchguard.profiles.communication import CommunicatorBytes, communicator_bytes
 from launchguard.profiles.detect import DetectedDevice, detect
 from launchguard.profiles.device_profile import DeviceProfile, device, devices
+from launchguard.profiles.host_memory import host_memory
 from launchguard.profiles.library_defaults import LibraryDefaults, library_defaults
 from launchguard.profiles.optimizer_profile import (
     OptimizerProfile,
@@ -30,6 +31,7 @@ __all__ = [
     "detect",
     "device",
     "devices",
+    "host_memory",
     "library_defaults",
     "optimizer",
     "optimizers",

@@ -23,7 +23,7 @@ from launchguard.report.wording import (
     rank_names,
     telling_digits,
 )
-from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict, next_limit, worst_rank
+from launchguard.verdict import Advice, Cause, Change, HostPrediction, RankPrediction, Verdict, host_exceeds, next_limit, worst_rank
 
 _SHOWN_CAUSES = 8
 # Defaults that decide the bytes are shown too; the others are in the JSON report.
@@ -85,8 +85,8 @@ def _headlines(verdict: Verdict) -> list[Text]:
     if verdict.verdict == "fits":
         lines.append(_labelled("fits", "bold green", _fits(verdict, worst)))
         return lines
-    on_host = [_labelled("error[LG102]", "bold red", _host_exceeds(node)) for node in verdict.host if _exceeds(node)]
-    if not on_host or worst.oom is not None or worst.peak.device_bytes > verdict.device.budget_bytes:
+    on_host = [_labelled("error[LG102]", "bold red", _host_exceeds(node)) for node in verdict.host if host_exceeds(node)]
+    if not on_host or worst.oom is not None:
         lines.append(_labelled("error[LG101]", "bold red", f"{_needs(verdict, worst)}; {_offers(verdict, worst.peak.device_bytes)}"))
         lines += _out_of_memory(worst)
     return lines + on_host
@@ -125,14 +125,10 @@ def _out_of_memory(rank: RankPrediction) -> list[Text]:
     return [Text(f"  it would fail in {place(oom.phase, oom.module)}: {tried} and {gib(oom.reserved_bytes)} reserved")]
 
 
-def _exceeds(node: HostPrediction) -> bool:
-    return node.budget_bytes is not None and node.peak_bytes > node.budget_bytes
-
-
 def _host_exceeds(node: HostPrediction) -> str:
     budget = node.budget_bytes or 0
     digits = telling_digits(node.peak_bytes, budget)
-    return f"node {node.node} needs {gib(node.peak_bytes, digits)} of host memory in {node.phase}; it has {gib(budget, digits)}"
+    return f"node {node.node} needs {gib(node.peak_bytes, digits)} of host memory in {phase_name(node.phase)}; it has {gib(budget, digits)}"
 
 
 def _causes(causes: Sequence[Cause]) -> list[Text]:
@@ -238,7 +234,7 @@ def _background(verdict: Verdict) -> list[Text]:
     lines = [_fact("device", f"{device.name}, {offered} ({shorten(device.source, 60, placeholder=' ...')})")]
     for node in verdict.host:
         budget = f"of {gib(node.budget_bytes)}" if node.budget_bytes is not None else "(what the node has is not known)"
-        lines.append(_fact("host", f"node {node.node} needs {gib(node.peak_bytes)} {budget} in {node.phase}"))
+        lines.append(_fact("host", f"node {node.node} needs {gib(node.peak_bytes)} {budget} in {phase_name(node.phase)}"))
     if verdict.ranks:
         lines.append(_fact("peak", _peak(worst_rank(verdict.ranks))))
         lines.append(_fact("interval", f"{gib(low)} to {gib(high)} on the worst rank's device"))

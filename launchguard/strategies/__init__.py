@@ -13,6 +13,9 @@ from launchguard.events import RankSchedule, StepTrace
 from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._evaluation import ASSUMED_BATCHES, kept_bytes
+from launchguard.strategies._host import node_phases
+
+__all__ = ["evaluation_growth", "node_phases", "schedules"]
 
 
 def evaluation_growth(job: JobSpec, trace: StepTrace) -> tuple[int, int] | None:

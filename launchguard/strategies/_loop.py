@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launchguard.events import Category, RankSchedule, StepTrace
-from launchguard.job import TRAINER_LOOPS, JobSpec
+from launchguard.job import TRAINER_LOOPS, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._evaluation import Evaluation
 from launchguard.strategies._stream import MicroBatch, MicroBatchHooks, Stream
@@ -43,6 +43,10 @@ class Engine(MicroBatchHooks):
     def evaluation_hooks(self) -> MicroBatchHooks:
         """What the framework does in a forward without gradients: by default, what it does in any forward."""
         return self
+
+    def save(self, spec: SavingSpec) -> None:
+        """A checkpoint: what is gathered to be written. A plain state_dict refers to what is there, and is copied to the host tensor by
+        tensor (torch.save, safetensors)."""
 
     # shared pieces -------------------------------------------------------------------------------------------------
     def stored_bytes(self, index: int, dtype: str | None = None) -> int:
@@ -138,6 +142,9 @@ def run_job(engine: Engine) -> Stream:
         engine.zero_grad()
         if n == BEFORE_EVALUATION:
             evaluate(engine)
+            if job.saving is not None:
+                stream.phase("save")
+                engine.save(job.saving)
     return stream
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from launchguard.events import Category, StepTrace
-from launchguard.job import JobSpec, OptimizerSpec
+from launchguard.job import JobSpec, OptimizerSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._zero3_coordinator import AVAILABLE, Coordinator, Flight
 from launchguard.strategies._zero3_linear import keep_linear_inputs
@@ -459,6 +459,26 @@ class ShardedEngine(ZeroEngine):
                 stream.free(flat)
         self.optimizers[k].step()
         stream.free(cast or flat)
+
+    def save(self, spec: SavingSpec) -> None:
+        """_zero3_consolidated_16bit_state_dict: everything is partitioned, then each module's own parameters are whole on every rank while
+        rank 0 copies them to its host; afterwards the persistent ones are gathered again (engine.py, stage3.py:checkpoint_event_prologue,
+        checkpoint_event_epilogue). Without the 16-bit weights ranks write their own partitions."""
+        if not self.zero.stage3_gather_16bit_weights_on_model_save:
+            return
+        self.coordinator.release_all()
+        for i in [i for i in self.gathered if self.persistent[i]]:
+            self.stream.free(self.gathered.pop(i))
+        for params in self._params_by_module():
+            whole = [self.stream.alloc(self._padded(i) * self.b, Category.COMMUNICATION, "gathered state dict") for i in params]
+            self.stream.free(*whole)
+        self._gather_persistent()
+
+    def _params_by_module(self) -> list[list[int]]:
+        own: dict[int, list[int]] = {}
+        for i, p in enumerate(self.trace.params):
+            own.setdefault(p.module, []).append(i)
+        return [own[m] for m in sorted(own)]
 
     def _gather_persistent(self) -> None:
         """_post_step: parameters below the persistence threshold are whole until the next step; hpZ's copies are stale."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launchguard.events import Category, Op, RankSchedule, StepTrace, TraceOp
-from launchguard.job import FsdpSpec, JobSpec
+from launchguard.job import FsdpSpec, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, broadcast_coalesced, schedule_of
 from launchguard.strategies._units import Unit, units_of
@@ -315,6 +315,21 @@ class Fsdp1Engine(Engine):
             clip_grad_norm(self.stream, len(self.trainable) if self.spec.use_orig_params else len(self.handles))
         assert self.optimizer is not None
         self.optimizer.step()
+
+    def save(self, spec: SavingSpec) -> None:
+        """A full state dict unshards each unit in full precision, which drops its low-precision copy, and moves it to rank 0's host before
+        the next (torch 2.13 _unshard_param_utils.py:_unshard_fsdp_state_params, _flat_param.py:to_cpu); optimizer states are gathered unit
+        by unit into one buffer (_optim_utils.py:_allgather_orig_param_states). Sharded ones are copied to the host as they are."""
+        if self.spec.state_dict_type != "FULL_STATE_DICT" or self.replicated:
+            return
+        for h in self.handles:
+            self._reshard(h)
+            self.stream.touch(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered state dict", UNSHARD_STREAM)
+        for h in self.handles if spec.optimizer else ():
+            if h.trainable:
+                gathered = self.stream.alloc(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
+                self.stream.touch(h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
+                self.stream.free(gathered)
 
     def zero_grad(self) -> None:
         """With use_orig_params zero_grad drops views only; the flat shard goes at the next root pre-forward

@@ -7,7 +7,7 @@ utils/fsdp_utils.py:fsdp2_prepare_model; equal to the real code byte for byte in
 from __future__ import annotations
 
 from launchguard.events import Category, RankSchedule, StepTrace
-from launchguard.job import FsdpSpec, JobSpec
+from launchguard.job import FsdpSpec, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, schedule_of
 from launchguard.strategies._units import Unit, units_of
@@ -311,6 +311,19 @@ class Fsdp2Engine(Engine):
             clip_grad_norm(self.stream, len(self.trainable))
         assert self.optimizer is not None
         self.optimizer.step()
+
+    def save(self, spec: SavingSpec) -> None:
+        """The state_dict hook reshards every group; a full state dict then makes each tensor whole in turn, parameters first, then both
+        moments of the trained ones, and moves it to rank 0's host (torch 2.13 _fully_shard/_fsdp_state.py, _fsdp_param_group.py:
+        _register_state_dict_hooks; distributed/_state_dict_utils.py:_gather_state_dict). Sharded ones are copied to the host as they are.
+        The Trainer gathers the model twice, for its own file and for resuming (transformers 5.24 trainer.py:save_model)."""
+        for g in self.groups:
+            self._reshard(g)
+        if self.spec.state_dict_type != "FULL_STATE_DICT" or self.shards == 1:
+            return
+        states = self.trainable * 2 if spec.optimizer else []
+        for i in (*range(len(self.trace.params)), *states):
+            self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.COMMUNICATION, "gathered state dict")
 
     def zero_grad(self) -> None:
         for g in self.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from launchguard import registry
 from launchguard.advice import advise
 from launchguard.advice._edits import edits_of
 from launchguard.events import MemoryTimeline
-from launchguard.job import DdpSpec, FsdpSpec, JobSpec, Origin, Precision, ZeroSpec
+from launchguard.job import DdpSpec, EvaluationSpec, FsdpSpec, JobSpec, Origin, Precision, SavingSpec, ZeroSpec
 from launchguard.preflight import Simulator
 from launchguard.profiles import device
 from launchguard.units import GIB
@@ -39,7 +40,10 @@ def needs(job: JobSpec) -> int:
 
 
 def test_the_room_is_what_the_registry_lists() -> None:
-    assert set(registry.names("advice")) == {"checkpoint_activations", "expandable_segments", "raise_sharding", "shrink_micro_batch"}
+    assert set(registry.names("advice")) == {
+        "bound_evaluation", "checkpoint_activations", "expandable_segments", "load_on_one_rank", "raise_sharding", "shard_state_dict",
+        "shrink_micro_batch",
+    }  # fmt: skip
     for module in registry.load_all("advice").values():
         assert module.CODE.startswith("LG4") and module.SAFETY in ("safe", "review") and module.COST
 
@@ -115,3 +119,32 @@ def test_when_no_single_change_is_enough_they_are_combined(make_job: MakeJob) ->
         ("LG450", True, 60), ("LG401", False, 80), ("LG402", False, 80), ("LG403", False, 80),
     ]  # fmt: skip
     assert {c.key for c in advice[0].changes} == {"--gradient_checkpointing", "zero_optimization.stage"}
+
+
+def test_an_evaluation_that_is_too_large_is_bounded(make_job: MakeJob) -> None:
+    job = make_job(loop="trainer", evaluation=EvaluationSpec(batch_size=8, loss_only=False, batches=200))
+    simulator = Simulator(job)
+    verdict = simulator.simulate(job.changed({"device": "24GiB"}))
+    assert verdict.ranks[0].peak.name == "evaluation"
+    job = with_room(job, int(0.5 * verdict.ranks[0].peak.allocated_bytes))
+    simulator = Simulator(job)
+    verdict = simulator.simulate(job)
+    [bound] = [a for a in advise(verdict, simulator.simulate) if a.code == "LG405"]
+    assert bound.fits and [(c.file, c.key, c.new) for c in bound.changes] == [("train args", "--eval_accumulation_steps", 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies", "code"),
+    [({}, 1.5, "LG407"), ({"saving": SavingSpec(), "fsdp.cpu_ram_efficient_loading": True}, 1.5, "LG406")],
+    ids=["load", "save"],
+)
+def test_a_short_host_loads_on_one_rank_and_saves_in_shards(make_job: MakeJob, changes: dict[str, Any], copies: float, code: str) -> None:
+    """Two nodes of two ranks: two copies at load; both moments, as large as two copies, on rank 0 when a full state dict is saved."""
+    job = make_job(ranks=4, loop="trainer", strategy="fsdp2", fsdp=FsdpSpec(version=2, wrap_policy="TRANSFORMER_BASED_WRAP"))
+    job = job.changed({"launch": dataclasses.replace(job.launch, nnodes=2, nproc_per_node=2)})
+    copy = Simulator(job).simulate(job).host[0].peak_bytes / 2
+    job = job.changed({**changes, "host_memory": str(int(copies * copy))})
+    simulator = Simulator(job)
+    verdict = simulator.simulate(job)
+    assert verdict.verdict == "exceeds" and verdict.ranks[0].oom is None
+    assert [(a.code, a.fits) for a in advise(verdict, simulator.simulate)] == [(code, True)]

@@ -1,4 +1,4 @@
-"""Evaluation against recorded runs of the real Trainer on a virtual card (virtual_phases.yaml), from the launch command on."""
+"""Evaluation and save against recorded runs of the real Trainer on a virtual card (virtual_phases.yaml), from the launch command on."""
 
 from __future__ import annotations
 
