@@ -28,7 +28,9 @@ def apply(sources: Sources) -> None:
         settings.note("LG310", "warning", "predict_with_generate is not modelled: evaluation is predicted without generation", origin)
     for field, name in (("accumulation_steps", "eval_accumulation_steps"), ("concatenate", "eval_do_concat_batches"),
                         ("per_batch", "batch_eval_metrics")):  # fmt: skip
-        sources.put(f"evaluation.{field}", args.setting(name))
+        setting = args.setting(name)
+        if setting is not None and (setting.value is not None or field == "accumulation_steps"):
+            settings.put(f"evaluation.{field}", setting.value, setting.origin)  # None: all batches, and whose default that is
     samples = args.stated(*_SAMPLE_LIMITS)
     if samples is not None and samples.value:
         batches = ceil_div(_count(samples), int(settings.get("evaluation.batch_size")) * sources.launch.world_size)

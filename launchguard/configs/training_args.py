@@ -50,6 +50,10 @@ _NOT_MODELLED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tensor_parallel_size": (lambda value: int(value) > 1, "tensor parallelism"),
     "pipeline_parallel_size": (lambda value: int(value) > 1, "pipeline parallelism"),
     "context_parallel_size": (lambda value: int(value) > 1, "context parallelism"),
+    "resume_from_checkpoint": (
+        lambda value: str(value).lower() not in ("false", "none", ""),
+        "what loading a checkpoint holds is left out; predicted as a fresh start",
+    ),
     "jit_mode_eval": (bool, "TorchScript evaluation"),
 }
 

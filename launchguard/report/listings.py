@@ -57,8 +57,11 @@ def _findings() -> Iterator[tuple[str, str]]:
     memory = psutil.virtual_memory()
     yield "host memory", f"{gib(memory.available)} available of {gib(memory.total)}"
     yield "rehearsal", _rehearsal()
-    yield "can predict", "single device, DDP, FSDP1, FSDP2, ZeRO 0-3, LoRA; forward, backward, first and steady step"
-    yield "cannot predict yet", "tensor, pipeline, context and expert parallelism; evaluation, save and resume; torch.compile's savings"
+    yield (
+        "can predict",
+        "single device, DDP, FSDP1, FSDP2, ZeRO 0-3, LoRA; forward, backward, steps, evaluation, save; main memory of a node",
+    )
+    yield "cannot predict yet", "tensor, pipeline, context and expert parallelism; resume; torch.compile's savings"
 
 
 def _rehearsal() -> str:

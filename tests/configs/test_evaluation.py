@@ -39,6 +39,12 @@ def test_after_training(work: Any) -> None:
     assert found is not None and found.batch_size == 2
 
 
+def test_the_default_that_keeps_everything_is_named(work: Any) -> None:
+    work.write("train.py", SCRIPT.format(extra=", compute_metrics=f"))
+    job = work.resolve(f"{BASE} --eval_strategy steps")
+    assert job.origin("evaluation.accumulation_steps").source.startswith("default of transformers")
+
+
 @pytest.mark.parametrize(
     ("extra", "flags", "expected"),
     [

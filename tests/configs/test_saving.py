@@ -34,3 +34,8 @@ def test_state_dict_type_of_the_trainer(work: Any) -> None:
     work.write("f.json", {"state_dict_type": "SHARDED_STATE_DICT"})
     job = work.resolve(f"{line} --fsdp_config f.json")
     assert job.fsdp.state_dict_type == "SHARDED_STATE_DICT" and str(job.origin("fsdp.state_dict_type")) == "f.json:state_dict_type"
+
+
+def test_resuming_is_said_not_to_be_modelled(work: Any, codes: Any) -> None:
+    assert "LG310" in codes(work.resolve(f"python {BASE} --resume_from_checkpoint out/checkpoint-5"))
+    assert "LG310" not in codes(work.resolve(f"python {BASE} --resume_from_checkpoint False"))
