@@ -234,7 +234,6 @@ class FsdpSpec:
     sync_module_states: bool = False
     accelerate_grouping: bool = True
     sync_each_batch: bool = False
-    adapters_apart: bool = False  # PEFT's wrap policy: leaf modules with a trainable weight are units of their own
     state_dict_type: str = "FULL_STATE_DICT"
     shard_group_size: int | None = None  # HYBRID_SHARD, HSDP: ranks that share one copy; None: the world
 

@@ -150,9 +150,6 @@ def finish(sources: Sources) -> None:
         settings.put("zero.zero_init", False, where)
         message = "bitsandbytes loads around zero.Init: every rank loads the whole quantised model"
         settings.note("LG229", "warning", message, where)
-    if "lora.r" in settings and sources.is_trainer and settings.get("strategy") == "fsdp1":
-        # transformers 5.24 distributed/fsdp.py:update_fsdp_plugin_peft, called by the Trainer for FSDP1 alone
-        settings.default("fsdp.adapters_apart", True, Origin(default_of("transformers"), "update_fsdp_plugin_peft"))
     if sources.loop not in TRL_LOOPS or "lora.r" not in settings:
         return
     origin = Origin(f"trl {default_of('trl').rsplit(' ', 1)[-1]}", "SFTTrainer")

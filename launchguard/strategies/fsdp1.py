@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launchguard.events import Category, Op, RankSchedule, StepTrace, TraceOp
+from launchguard.fsdp_units import Unit, peft_policy, units_of
 from launchguard.job import FsdpSpec, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, broadcast_coalesced, schedule_of
-from launchguard.strategies._units import Unit, units_of
 from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm
 from launchguard.units import ceil_div, dtype_bytes, round_up
 
@@ -23,12 +23,14 @@ KEEPS_UNSHARDED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2",
 
 
 class Handle:
-    """One FlatParamHandle: its size, and what it holds now. Frozen and trainable parameters of a unit share the flat parameter."""
+    """One FlatParamHandle: its size, and what it holds now. Frozen and trainable parameters of a unit share the flat parameter, and all of
+    them get gradients, as they are views of it (_flat_param.py:_use_unsharded_views); trace/build_model.py:share_flat_parameters."""
 
     def __init__(self, unit: Unit, engine: Fsdp1Engine) -> None:
         self.unit = unit
         params = engine.trace.params
         self.trainable = [i for i in unit.params if params[i].requires_grad]
+        self.differentiated = set(unit.params) & engine.differentiated
         self.compute = params[unit.params[0]].dtype
         self.stored = engine.stored_dtype(unit.params[0]) if not self.trainable else engine.stored_dtype(self.trainable[0])
         self.offsets, numel = engine.layout(unit.params, self.compute)
@@ -50,10 +52,13 @@ class Fsdp1Engine(Engine):
         self.spec = job.fsdp or FsdpSpec(version=1)
         self.replicated = self.spec.sharding_strategy == "NO_SHARD" or job.world_size == 1  # FSDP1 turns a world of one into NO_SHARD
         self.shards = self.spec.shard_group_size or job.world_size
+        self.differentiated = {e.a for e in trace.events if e.op is TraceOp.GRAD}
         self.differentiable = {e.a for e in trace.events if e.op is TraceOp.BACKWARD_ENTER}
-        self.handles = [Handle(u, self) for u in units_of(trace, self.spec)]
+        self.handed_over: Handle | None = None  # a frozen unit that is resharded behind the pre-backward of the unit before it
+        self.handles = [Handle(u, self) for u in units_of(trace, self.spec, peft=peft_policy(job))]
         self.of_module = {m: h for h in self.handles for m in h.unit.modules}
         self.of_param = {i: h for h in self.handles for i in h.unit.params}
+        self.hand_over = self._hand_over()
         self.order: list[Handle] = []  # post-forward order of this micro-batch
         self.forward_order: list[Handle] = []  # pre-forward order, recorded in the first micro-batch
         self.first = True
@@ -63,6 +68,21 @@ class Fsdp1Engine(Engine):
         self.delayed: Handle | None = None  # its split's backward waits for the unit before it
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
         self.optimizer: OptimizerStates | None = None
+
+    def _hand_over(self) -> set[int]:
+        """Frozen units whose input is another unit's output: that unit's pre-backward hook was registered on the tensor first
+        (_runtime_utils.py:_register_pre_backward_hooks, _register_post_backward_reshard_only_hook)."""
+        found: set[int] = set()
+        waiting: set[int] = set()
+        for e in self.trace.events:
+            if e.op is TraceOp.BACKWARD_EXIT and e.a in self.of_module:
+                waiting.add(e.a)
+            elif e.op is TraceOp.BACKWARD_ENTER and e.a in self.of_module:
+                found |= waiting
+                waiting = set()
+            elif e.op in (TraceOp.ALLOC, TraceOp.GRAD):
+                waiting = set()
+        return found
 
     def layout(self, params: Sequence[int], compute: str) -> tuple[list[int], int]:
         """Where each parameter starts in the flat one, and its numel. use_orig_params: parameters start at 16 bytes, and the end is padded
@@ -211,6 +231,12 @@ class Fsdp1Engine(Engine):
         h = self.of_module.get(module)
         if h is not None and not h.unit.is_root:
             self._pre_backward(h)
+            self._reshard_handed_over()
+
+    def _reshard_handed_over(self) -> None:
+        if self.handed_over is not None:
+            self._reshard(self.handed_over)
+            self.handed_over = None
 
     def _pre_backward(self, h: Handle) -> None:
         self._unshard(h)
@@ -241,8 +267,10 @@ class Fsdp1Engine(Engine):
         if h is None or h.unit.is_root:
             return
         if not h.trainable:
-            self._reshard(h)
-        elif len(h.grads) == len(h.trainable):
+            self.handed_over = h
+            if module not in self.hand_over:
+                self._reshard_handed_over()
+        elif h.grads.keys() == h.differentiated:
             for ready in [k for k in (self.delayed, None if h.split_early else h) if k is not None]:
                 self._post_backward(ready)
             self.delayed = h if h.split_early else None
@@ -254,6 +282,9 @@ class Fsdp1Engine(Engine):
                 self._post_backward(h)
             elif not h.trainable:
                 self._reshard(h)
+            if self.sync and self.spec.offload_params:  # prepare_gradient_for_optim drops _saved_grad_shard: .grad is the host's copy
+                self.stream.free(h.sharded_grad)
+                h.sharded_grad = 0
 
     def _sum_on_unshard_stream(self, handle: int) -> None:
         """Gradients of a tied parameter meet in the view that was split off on the unshard stream; where autograd cannot add in place, it
@@ -300,8 +331,8 @@ class Fsdp1Engine(Engine):
             else:
                 used = flat
             shard = stored
-        if h.sharded_grad or self.spec.offload_params:
-            self.stream.free(shard)  # added to the shard that is there, or copied to the host
+        if h.sharded_grad:
+            self.stream.free(shard)  # added to the shard that is there
         else:
             h.sharded_grad = shard
         self.stream.free(used, padded, 0 if cast == shard else cast)

@@ -7,10 +7,10 @@ utils/fsdp_utils.py:fsdp2_prepare_model; equal to the real code byte for byte in
 from __future__ import annotations
 
 from launchguard.events import Category, RankSchedule, StepTrace
+from launchguard.fsdp_units import Unit, peft_policy, units_of
 from launchguard.job import FsdpSpec, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, schedule_of
-from launchguard.strategies._units import Unit, units_of
 from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm, parameter_groups
 from launchguard.units import ceil_div, dtype_bytes
 
@@ -53,7 +53,7 @@ class Fsdp2Engine(Engine):
         k = self.spec.reshard_after_forward
         self.reshard = bool(k) and (k is True or k != 1)  # _fsdp_init.py:_get_post_forward_mesh_info
         self.parts = k if self.reshard and k is not True and k != self.shards else 0
-        units = units_of(trace, self.spec, grouping=self.spec.accelerate_grouping)
+        units = units_of(trace, self.spec, grouping=self.spec.accelerate_grouping, peft=peft_policy(job))
         self.groups = [Group(u, self) for u in units]
         self.of_module: dict[int, Group] = {m: g for g in self.groups for m in g.unit.modules}
         self.of_param: dict[int, Group] = {i: g for g in self.groups for i in g.unit.params}

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 from launchguard.errors import InputError, Unpredictable
+from launchguard.events import StepTrace
+from launchguard.fsdp_units import units_of
+from launchguard.job import FsdpSpec
+from launchguard.trace.capture import tables
 from launchguard.trace.cuda_semantics import DEVICE
 from launchguard.trace.request import TraceRequest
 
@@ -202,6 +206,18 @@ def _placed(p: torch.nn.Parameter, cast: torch.dtype | None) -> torch.nn.Paramet
         if hasattr(p, name):
             setattr(new, name, getattr(p, name))
     return new
+
+
+def share_flat_parameters(model: torch.nn.Module, facts: dict[str, Any], fsdp: FsdpSpec, peft: bool) -> None:
+    """FSDP1 with use_orig_params: a flat parameter requires a gradient when one of its parameters does, and the modules compute with views
+    of it. So autograd keeps what the gradients of its frozen parameters need, and makes them (torch 2.13 fsdp/_flat_param.py:
+    _validate_tensors_to_flatten, _use_unsharded_views)."""
+    modules, params, tensors = tables(model)
+    for unit in units_of(StepTrace(params, modules, (), (), facts), fsdp, peft=peft):
+        if any(params[i].requires_grad for i in unit.params):
+            for p in [tensors[i] for i in unit.params if not params[i].requires_grad and tensors[i].is_floating_point()]:
+                p.launchguard_frozen = True
+                p.requires_grad_(True)
 
 
 # ------------------------------------------------------------------------------------------------ inputs

@@ -176,7 +176,7 @@ class ModuleMarks:
 
     def __init__(self, model: torch.nn.Module, tracker: Tracker) -> None:
         self.tracker = tracker
-        self.modules, self.params, self.tensors = _tables(model)
+        self.modules, self.params, self.tensors = tables(model)
         for i, (_, module) in enumerate(model.named_modules(remove_duplicate=True)):
             holds_parameters = next(module.parameters(), None) is not None
             module.register_forward_pre_hook(self._pre(i, holds_parameters), with_kwargs=True)
@@ -255,7 +255,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [t for t in output if isinstance(t, torch.Tensor)] if isinstance(output, (list, tuple, type({}.values()))) else []
 
 
-def _tables(model: torch.nn.Module) -> tuple[tuple[ModuleInfo, ...], tuple[ParamInfo, ...], list[torch.Tensor]]:
+def tables(model: torch.nn.Module) -> tuple[tuple[ModuleInfo, ...], tuple[ParamInfo, ...], list[torch.Tensor]]:
     """Modules and parameters of a model, as the trace names them; parameters in model.parameters() order, tied ones once."""
     named = list(model.named_modules(remove_duplicate=True))
     position = {name: i for i, (name, _) in enumerate(named)}
@@ -271,7 +271,8 @@ def _tables(model: torch.nn.Module) -> tuple[tuple[ModuleInfo, ...], tuple[Param
                 owners.setdefault(id(p), []).append(i)
     ordered = list(model.parameters())
     params = tuple(
-        ParamInfo(names[id(p)], tuple(getattr(p, "launchguard_shape", p.shape)), str(p.dtype).removeprefix("torch."), p.requires_grad,
+        ParamInfo(names[id(p)], tuple(getattr(p, "launchguard_shape", p.shape)), str(p.dtype).removeprefix("torch."),
+                  p.requires_grad and not hasattr(p, "launchguard_frozen"),
                   owners[id(p)][0], tuple(owners[id(p)]), getattr(p, "launchguard_storage_bytes", None))
         for p in ordered
     )  # fmt: skip

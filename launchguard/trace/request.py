@@ -13,6 +13,7 @@ from typing import Any
 
 from launchguard import __version__
 from launchguard.errors import InputError
+from launchguard.fsdp_units import peft_policy
 from launchguard.installed import versions
 from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile
@@ -26,6 +27,8 @@ class TraceRequest:
 
     compute: dtype to which every floating parameter is cast for forward (FSDP mixed precision, DeepSpeed), None: as loaded;
     checkpointing: None, or {"via", "use_reentrant", "classes"}; card: (major, minor, sms, threads per SM);
+    flat: FsdpSpec fields when FSDP1 may flatten frozen and trainable parameters into one, with "peft" (PEFT's wrap policy) and "storage",
+    the dtype that PEFT then finds in the adapters;
     fused_lm_head: TRL's SFTTrainer computes log-probabilities in chunks instead of logits (trl 1.16 trainer/sft_trainer.py);
     evaluation: None for a training step, "loss" or "predictions" for a batch of evaluation and what it is run for.
     """
@@ -54,6 +57,7 @@ class TraceRequest:
     use_liger_kernel: bool = False
     fused_lm_head: bool = False
     evaluation: str | None = None
+    flat: dict[str, Any] | None = None
     source_hash: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -91,6 +95,7 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         card=(*(device.compute_capability or (8, 0)), device.sms or 108, device.max_threads_per_sm or 2048),
         use_liger_kernel=job.model.use_liger_kernel,
         fused_lm_head=job.loop == "sft" and job.model.config is not None and _trl_fuses(),
+        flat=_flat(job),
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
         versions={**versions(LIBRARIES), **job.versions},
     )
@@ -109,6 +114,15 @@ def _wants_input_grads(job: JobSpec) -> bool:
     """Who calls enable_input_require_grads for adapters under checkpointing: TRL, reentrant Trainers, and hand-written loops by custom;
     the plain Trainer with non-reentrant checkpointing does not (transformers 5.24 modeling_utils, trl 1.16 sft_trainer)."""
     return job.loop != "trainer" or job.activation_checkpointing.use_reentrant or job.quantization is not None
+
+
+def _flat(job: JobSpec) -> dict[str, Any] | None:
+    """How FSDP1 groups parameters, where some may be frozen. Without use_orig_params torch refuses a unit that mixes them."""
+    may_be_frozen = job.lora is not None or job.model.config is None
+    if job.strategy != "fsdp1" or job.fsdp is None or not job.fsdp.use_orig_params or not may_be_frozen:
+        return None
+    names = ("version", "wrap_policy", "wrap_classes", "min_num_params")
+    return {**{name: getattr(job.fsdp, name) for name in names}, "peft": peft_policy(job), "storage": job.precision.storage}
 
 
 def _checkpointing(job: JobSpec) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from launchguard.errors import InputError, LaunchguardError, Unpredictable
+from launchguard.job import FsdpSpec
 from launchguard.trace.cache import encode
 from launchguard.trace.request import TraceRequest
 
@@ -80,6 +81,8 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
         build_model.place(model, request.compute)
     built = time.perf_counter()
     facts = _facts(model, request)
+    if request.flat is not None:
+        _under_fsdp1(model, facts, **request.flat)
     step = _step(request, semantics)
     make_batch = build_model.batch_maker(model, request)
     if request.evaluation is not None:
@@ -101,6 +104,20 @@ def _installed(card: Any) -> Any:
     semantics = Semantics(card)
     semantics.install()
     return semantics
+
+
+def _under_fsdp1(model: Any, facts: dict[str, Any], peft: bool, storage: str, **fsdp: Any) -> None:
+    """What FSDP1 changes for a model with adapters. Adapters in units of their own are resharded when PEFT looks at their dtype, and so
+    their inputs are cast to that of the shards (peft 0.21 tuners/tuners_utils.py:_cast_input_dtype)."""
+    from launchguard.trace import build_model
+
+    build_model.share_flat_parameters(model, facts, FsdpSpec(**fsdp), peft)
+    if peft:
+        import torch
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        cast, dtype = BaseTunerLayer._cast_input_dtype, getattr(torch, storage)
+        BaseTunerLayer._cast_input_dtype = lambda layer, x, _: cast(layer, x, dtype)
 
 
 def _release(version: str) -> tuple[int, int]:

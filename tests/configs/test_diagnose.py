@@ -111,14 +111,6 @@ def test_checkpointing_twice_and_not_at_all(work, codes) -> None:
     assert "LG237" not in codes(work.resolve(line + " --model m --batch_size 1 --seq_len 8"))
 
 
-def test_adapters_are_units_of_their_own_under_the_trainer_and_fsdp1(work) -> None:
-    line = ["torchrun", "--nproc_per_node", "2", "t.py", *TRAIN.split(), "--use_peft", "true", "--lora_target_modules", "q_proj"]
-    version1 = ["--fsdp", "full_shard", "--fsdp_config", '{"version": 1}']
-    assert work.resolve([*line, *version1]).fsdp.adapters_apart
-    assert not work.resolve([*line, "--fsdp", "full_shard"]).fsdp.adapters_apart
-    assert not work.resolve(["torchrun", "--nproc_per_node", "2", "t.py", *TRAIN.split(), *version1]).fsdp.adapters_apart
-
-
 def test_an_optimizer_without_a_profile_is_an_upper_bound(work, codes) -> None:
     job = work.resolve("python t.py --optim galore_adamw" + TRAIN)
     assert job.optimizer.name == "adamw" and "LG310" in codes(job)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from launchguard.events import MemoryEvent, Op
-from launchguard.job import DdpSpec, FsdpSpec, JobSpec, LaunchSpec, ModelSpec, OptimizerSpec, Precision
+from launchguard.job import DdpSpec, FsdpSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec, Precision
 from launchguard.profiles import device
 from launchguard.strategies import ddp, fsdp1, fsdp2
 
 ROOT = Path(__file__).parents[2]
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-WRAP = {"layers": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"}
+WRAP = {"layers": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP", "peft": "TRANSFORMER_BASED_WRAP"}
 
 
 def run_cases(worker: str, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -65,6 +65,7 @@ def _sharded_job(case: dict[str, Any]) -> JobSpec:
     return JobSpec(
         LaunchSpec("torchrun", (), ".", "train.py", nproc_per_node=case["world"]), ModelSpec("tiny"), strategy=case["kind"],
         gradient_accumulation_steps=case["gas"], precision=precision, optimizer=OptimizerSpec("adamw", "fused"), fsdp=spec,
+        lora=LoraSpec() if case["lora"] else None, loop="trainer" if case["wrap"] == "peft" else "torch",
     )  # fmt: skip
 
 

@@ -25,11 +25,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fsdp_sides
+
 DEVICE = "simgpu"
 CASE: dict[str, Any] = dict(
     kind="fsdp2", model="tiny", storage="float32", compute="float32", reduce="float32", world=2, rank=0, reshard=True, gas=1, sync=False,
     replicate=1, tied=False, freeze="", checkpoint="", grouping=False, offload=False, strategy="FULL_SHARD", orig=False, prefetch=None,
-    forward_prefetch=False, wrap="layers", load="", clip=False, sync_states=False, lora=False, width=37, vocabulary=203,
+    forward_prefetch=False, wrap="layers", load="", clip=False, sync_states=False, lora=False, targets=("up", "down"),
+    width=37, vocabulary=203,
 )  # fmt: skip
 
 
@@ -292,7 +295,7 @@ def build(case: dict[str, Any], dtype: str) -> Any:
     if case["lora"]:
         from peft import LoraConfig, inject_adapter_in_model
 
-        model = inject_adapter_in_model(LoraConfig(r=3, target_modules=["up", "down"]), model)
+        model = inject_adapter_in_model(LoraConfig(r=3, target_modules=list(case["targets"])), model)
         for p in model.parameters():
             p.data = p.data.to(getattr(torch, dtype))
     return model
@@ -334,10 +337,14 @@ def checkpoint_layers(model: Any, case: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------ the two sides
 def trace_of(case: dict[str, Any], mode: Any) -> Any:
+    from unittest import mock
+
     import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     from launchguard.trace import capture
-    from launchguard.trace.worker import _facts
+    from launchguard.trace.request import _flat
+    from launchguard.trace.worker import _facts, _under_fsdp1
 
     capture.SCRATCH = {}  # type: ignore[attr-defined]
     capture.Tracker._taken_over = lambda self, func, args: None  # type: ignore[method-assign,assignment]
@@ -347,7 +354,11 @@ def trace_of(case: dict[str, Any], mode: Any) -> Any:
             checkpoint_layers(model, case)
     facts = _facts(model, types.SimpleNamespace(loss=None))  # type: ignore[arg-type]
     step: Any = lambda m, batch: (run_model(case, m), None)  # noqa: E731
-    trace = capture.capture(mode, model, dict, step, None, lambda text: None, facts)  # type: ignore[arg-type]
+    flat = _flat(fsdp_sides.job_of(case)) if case["kind"] == "fsdp1" else None
+    with mock.patch.object(BaseTunerLayer, "_cast_input_dtype", BaseTunerLayer._cast_input_dtype):  # the real side casts by itself
+        if flat is not None:
+            _under_fsdp1(model, facts, **flat)
+        trace = capture.capture(mode, model, dict, step, None, lambda text: None, facts)  # type: ignore[arg-type]
     return dataclasses.replace(trace, events=_end_inside_backward(trace.events))
 
 
@@ -389,6 +400,10 @@ def _accelerate(case: dict[str, Any], model: Any, mesh: Any, policy: dict[str, A
         transformer_cls_names_to_wrap=[layer], mixed_precision_policy=policy.get("mp_policy"),
         cpu_ram_efficient_loading=False,
     )  # fmt: skip
+    if case["wrap"] == "peft":
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     names = types.SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names)
     accelerator = types.SimpleNamespace(
         state=types.SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=mesh, parallelism_config=names, is_main_process=False,
@@ -403,6 +418,10 @@ def wrap_fsdp1(case: dict[str, Any], model: Any, mesh: Any) -> Any:
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     policy: Any = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer_class(model, case)})
+    if case["wrap"] == "peft":
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        policy = fsdp_auto_wrap_policy(model)
     if case["wrap"] == "size":
         policy = functools.partial(size_based_auto_wrap_policy, min_num_params=5000)
     mixed = None

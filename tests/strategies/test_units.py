@@ -7,7 +7,7 @@ import pytest
 from launchguard.errors import InputError
 from launchguard.events import ModuleInfo, ParamInfo, StepTrace
 from launchguard.job import FsdpSpec
-from launchguard.strategies._units import units_of
+from launchguard.fsdp_units import units_of
 
 MODULES = (
     ModuleInfo("", "Root", -1),
@@ -22,14 +22,14 @@ PARAMS = (
 TRACE = StepTrace(PARAMS, MODULES, (), ())
 
 
-def _names(**fields: object) -> list[tuple[str, tuple[int, ...]]]:
-    spec = FsdpSpec(wrap_policy="TRANSFORMER_BASED_WRAP", wrap_classes=("Layer",), **fields)  # type: ignore[arg-type]
-    return [(unit.name, unit.params) for unit in units_of(TRACE, spec)]
+def _names(peft: bool) -> list[tuple[str, tuple[int, ...]]]:
+    spec = FsdpSpec(wrap_policy="TRANSFORMER_BASED_WRAP", wrap_classes=("Layer",))
+    return [(unit.name, unit.params) for unit in units_of(TRACE, spec, peft=peft)]
 
 
 def test_trained_leaves_apart() -> None:
-    assert _names() == [("layer", (0, 1))]
-    assert sorted(_names(adapters_apart=True)) == [("layer", (0,)), ("layer.lora_A", (1,))]
+    assert _names(peft=False) == [("layer", (0, 1))]
+    assert sorted(_names(peft=True)) == [("layer", (0,)), ("layer.lora_A", (1,))]
 
 
 def test_one_missing_class_is_refused_where_accelerate_looks_names_up() -> None:

@@ -1,7 +1,10 @@
-"""Which modules make one FSDP unit: the wrap policies of torch and Accelerate, over the traced module tree.
+"""Which modules make one FSDP unit: the wrap policies of torch, Accelerate and PEFT, over a module tree. The strategies lay state out by
+it; the tracer asks which frozen parameters share FSDP1's flat parameter with trainable ones.
 
 Sources: torch 2.13 torch/distributed/fsdp/wrap.py (transformer_auto_wrap_policy, size_based_auto_wrap_policy),
-accelerate 1.15 utils/fsdp_utils.py:fsdp2_prepare_model (embedding and tail in groups of their own).
+accelerate 1.15 utils/fsdp_utils.py:fsdp2_prepare_model (embedding and tail in groups of their own), peft 0.21 utils/other.py:
+fsdp_auto_wrap_policy, which the HF Trainer puts in place of the user's policy for a PeftModel (transformers 5.24 distributed/fsdp.py:
+update_fsdp_plugin_peft).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 
 from launchguard.errors import InputError
 from launchguard.events import StepTrace
-from launchguard.job import FsdpSpec
+from launchguard.job import TRAINER_LOOPS, FsdpSpec, JobSpec
 
 NEVER_WRAPPED_BY_SIZE = ("ModuleList", "ModuleDict", "MultiheadAttention")
 CHECKPOINT_WRAPPER = "CheckpointWrapper"
@@ -30,10 +33,15 @@ class Unit:
     keep: bool = False
 
 
-def units_of(trace: StepTrace, fsdp: FsdpSpec, grouping: bool = False) -> list[Unit]:
+def peft_policy(job: JobSpec) -> bool:
+    """Whether the Trainer replaces the wrap policy by PEFT's."""
+    return job.lora is not None and job.loop in TRAINER_LOOPS
+
+
+def units_of(trace: StepTrace, fsdp: FsdpSpec, grouping: bool = False, peft: bool = False) -> list[Unit]:
     """Units bottom-up, the root last (with what no other unit took; without parameters it is left out unless it is the only one).
-    grouping: Accelerate's FSDP2 grouping. Raises InputError when a wrap class is not in the model."""
-    wrapped = _wrapped_modules(trace, fsdp)
+    grouping: Accelerate's FSDP2 grouping; peft: under PEFT's policy. Raises InputError when a wrap class is not in the model."""
+    wrapped = _peft_modules(trace, fsdp) if peft else _wrapped_modules(trace, fsdp)
     groups: list[tuple[tuple[int, ...], bool]] = [((m,), False) for m in wrapped]
     if grouping:
         groups += _accelerate_groups(trace)
@@ -54,6 +62,23 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
         return []
     if fsdp.wrap_policy == "SIZE_BASED_WRAP":
         return _by_size(trace, fsdp.min_num_params)
+    return _layers(trace, fsdp)
+
+
+def _peft_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
+    """Layers, and on their own the leaf modules whose weight is trained, innermost first. Accelerate's FSDP2 knows only the policies of
+    torch and wraps no layer under another one (accelerate 1.15 fsdp_utils.py:fsdp2_prepare_auto_wrap_policy returns None)."""
+    if fsdp.version == 2:
+        return []
+    parents = {m.parent for m in trace.modules}
+    own = {p.module for p in trace.params if p.requires_grad and p.name.rpartition(".")[2] == "weight"}
+    last = list(range(len(trace.modules)))  # the last module below each; modules come in the order of a walk from the root
+    for i in range(len(trace.modules) - 1, 0, -1):
+        last[trace.modules[i].parent] = max(last[trace.modules[i].parent], last[i])
+    return sorted({*_layers(trace, fsdp), *(own - parents)}, key=lambda i: (last[i], -i))
+
+
+def _layers(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
     classes = set(fsdp.wrap_classes) or set(trace.facts.get("no_split_modules", ()))
     present = {m.cls for m in trace.modules}
     missing = set(fsdp.wrap_classes) - present
@@ -64,16 +89,9 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
         raise InputError(f"no module of class {', '.join(sorted(missing))} in {trace.facts.get('model_class', 'the model')}",
                          where="fsdp_transformer_layer_cls_to_wrap", help=f"classes that repeat in it: {', '.join(repeated)}",
                          code="LG231")  # fmt: skip
-    apart = _trainable_leaves(trace) if fsdp.adapters_apart else frozenset()
-    chosen = [i for i, m in enumerate(trace.modules) if m.cls in classes or i in apart]
+    chosen = [i for i, m in enumerate(trace.modules) if m.cls in classes]
     # a checkpoint wrapper stands in for the layer that it wraps: FSDP's hooks sit outside it
     return sorted(_outermost(trace, i) for i in chosen)
-
-
-def _trainable_leaves(trace: StepTrace) -> frozenset[int]:
-    """peft 0.21 utils/other.py:fsdp_auto_wrap_policy: modules without children whose weight is trained."""
-    parents = {m.parent for m in trace.modules}
-    return frozenset(p.module for p in trace.params if p.requires_grad and p.name.endswith("weight") and p.module not in parents)
 
 
 def _outermost(trace: StepTrace, module: int) -> int:
