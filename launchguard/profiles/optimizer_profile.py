@@ -24,11 +24,13 @@ class StateTensor:
     """One state tensor of one parameter.
 
     shape: "like_param" | "scalar" | "rows" (all dimensions but the last) | "cols" (all but the second to last) | "rows_kept" and
-    "cols_kept" (the same with the dropped dimension as 1) | "blocks" (one per block_size elements) | "packed" (two elements per byte);
+    "cols_kept" (the same with the dropped dimension as 1) | "blocks" (one per block_size elements) | "packed" (two elements per byte) |
+    "book" (block_size, whatever the parameter's shape);
     dtype: "param" or a dtype name; when: constructor argument that must be truthy; device: "param" | "cpu" | "step" (host unless
     the implementation is fused or capturable); min_ndim..max_ndim: parameters that have it.
     min_numel, block_multiple: parameters under that size, or of a numel that is no such multiple, take small_dtype and the parameter's own
-    shape, or do not have it when small_dtype is None; repeat: leading dimension of stacked states; paged: False stays on the device.
+    shape, or do not have it when small_dtype is None; repeat: leading dimension of stacked states; paged: False stays on the device;
+    low_precision: only for parameters of two bytes; implementation: only under that one.
     """
 
     name: str
@@ -44,6 +46,8 @@ class StateTensor:
     small_dtype: str | None = None
     repeat: int = 1
     paged: bool = True
+    low_precision: bool = False
+    implementation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ _SHAPES: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
     "cols_kept": lambda shape, block: (*shape[:-2], 1, shape[-1]),
     "blocks": lambda shape, block: (ceil_div(_numel(shape), block),),
     "packed": lambda shape, block: (ceil_div(_numel(shape), 2),),
+    "book": lambda shape, block: (block,),
 }
 
 
@@ -175,9 +180,13 @@ def state_tensors(
     for state in profile.states:
         if state.when is not None and not profile.argument(state.when, params):
             continue
+        if state.low_precision and dtype_bytes(dtype) > _LOW_PRECISION_BYTES:
+            continue
         if len(shape) < state.min_ndim or (state.max_ndim is not None and len(shape) > state.max_ndim):
             continue
-        if implementation == "deepspeed_fused" and state.device == "step":  # FusedAdam counts steps in a Python int
+        if state.implementation is not None and state.implementation != implementation:
+            continue
+        if implementation in ("deepspeed_fused", "cpu") and state.device == "step":  # DeepSpeed's optimizers count steps in a Python int
             continue
         small = numel < state.min_numel or numel % state.block_multiple != 0 or (state.min_numel > 0 and not quantized)
         if small and state.small_dtype is None:
