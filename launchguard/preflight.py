@@ -144,6 +144,7 @@ class Simulator:
         trace = self._trace(job)
         traced = time.perf_counter()
         self.progress("simulating ranks")
+        job = strategies.with_notes(job)
         schedules = strategies.schedules(job, trace, self.profile)
         verdict = judge(job, trace, schedules, self.profile, self.budget)
         seconds = {**(timing or {}), "trace": traced - started, "simulate": time.perf_counter() - traced}

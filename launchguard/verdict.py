@@ -260,8 +260,9 @@ def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction:
 
 
 def _confidence(job: JobSpec, trace: StepTrace) -> Confidence:
-    unmodelled = [n.message for n in job.notes if n.code.startswith("LG3")]
-    assumed = [n.message for n in job.notes if n.code.startswith("LG21")]
+    doubts = [n for n in job.notes if n.code.startswith("LG3")]
+    unmodelled = [n.message for n in doubts if n.severity != "info"]
+    assumed = [n.message for n in job.notes if n.code.startswith("LG21") or n in doubts and n.severity == "info"]
     if trace.facts.get("value_reads"):
         assumed.append(f"forward reads values, taken as zero, at {', '.join(trace.facts['value_reads'][:3])}")
     reached = {e.a for e in trace.events if e.op is TraceOp.GRAD}

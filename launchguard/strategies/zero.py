@@ -13,6 +13,8 @@ from launchguard.strategies._zero_stage3 import ShardedEngine
 from launchguard.strategies._zero_stage12 import PartitionedEngine, flat_groups
 from launchguard.units import dtype_name
 
+READ_IN = {"deepspeed": "0.19.8"}
+
 
 def representatives(job: JobSpec, trace: StepTrace) -> list[tuple[int, ...]]:
     """Stages 0 and 3 treat all ranks alike; stages 1 and 2 keep every parameter that touches a rank's partition whole."""
