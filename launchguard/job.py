@@ -262,12 +262,13 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """method: "nf4" | "fp4" | "int8" (bitsandbytes)."""
+    """method: "nf4" | "fp4" | "int8" (bitsandbytes); quant_storage: dtype in which 4-bit weights are packed: FSDP shards floating ones."""
 
     method: str
     double_quant: bool = False
     compute_dtype: str = "bfloat16"
     prepare_kbit: bool = True
+    quant_storage: str = "uint8"
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,8 @@ def _apply_quantization(sources: Sources) -> None:
     prepares = "prepare_model_for_kbit_training" in sources.source.used or not sources.is_trainer or not sources.source.name
     sources.settings.put("quantization.prepare_kbit", prepares and sources.loop not in TRL_LOOPS, origin)
     storage = find("bnb_4bit_quant_storage")
-    if storage is not None and storage.value not in (None, "uint8"):
-        message = f"bnb_4bit_quant_storage {storage.value}: same bytes, but FSDP can shard them"
-        sources.settings.note("LG310", "info", message, storage.origin)
+    if on4 and storage is not None and storage.value not in (None, "uint8", "torch.uint8"):
+        sources.put("quantization.quant_storage", precision.dtype_setting(storage, "bnb_4bit_quant_storage"))
 
 
 def _default_kind(sources: Sources) -> str:

@@ -6,6 +6,8 @@ utils/fsdp_utils.py:fsdp2_prepare_model; equal to the real code byte for byte in
 
 from __future__ import annotations
 
+import dataclasses
+
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.fsdp_units import Unit, peft_policy, units_of
 from launchguard.job import FsdpSpec, JobSpec, SavingSpec
@@ -53,7 +55,8 @@ class Fsdp2Engine(Engine):
         k = self.spec.reshard_after_forward
         self.reshard = bool(k) and (k is True or k != 1)  # _fsdp_init.py:_get_post_forward_mesh_info
         self.parts = k if self.reshard and k is not True and k != self.shards else 0
-        units = units_of(trace, self.spec, grouping=self.spec.accelerate_grouping, peft=peft_policy(job))
+        self.replicated = frozenset(self._replicated())
+        units = [self._sharded(u) for u in units_of(trace, self.spec, grouping=self.spec.accelerate_grouping, peft=peft_policy(job))]
         self.groups = [Group(u, self) for u in units]
         self.of_module: dict[int, Group] = {m: g for g in self.groups for m in g.unit.modules}
         self.of_param: dict[int, Group] = {i: g for g in self.groups for i in g.unit.params}
@@ -66,7 +69,17 @@ class Fsdp2Engine(Engine):
 
     # load and wrap -----------------------------------------------------------------------------------------------------
     def load(self) -> None:
-        """Under FSDP the model is loaded on the CPU (or meta) and moved unit by unit."""
+        """Under FSDP the model is loaded on the CPU (or meta) and moved unit by unit; what is not sharded is whole from the start."""
+        for i in sorted(self.replicated):
+            self.stream.alloc(self.stored_bytes(i), Category.PARAMETERS, "parameters (not sharded)")
+
+    def _replicated(self) -> list[int]:
+        """4-bit weights in an integer storage dtype are kept out of fully_shard (accelerate 1.15 fsdp_utils.py:fsdp2_prepare_model)."""
+        integer = self.job.quantization is not None and self.job.quantization.method in ("nf4", "fp4")
+        return [i for i, p in enumerate(self.trace.params) if integer and p.dtype == "uint8"]
+
+    def _sharded(self, unit: Unit) -> Unit:
+        return dataclasses.replace(unit, params=tuple(i for i in unit.params if i not in self.replicated))
 
     def prepare(self) -> None:
         """fully_shard moves a unit to the device, shards it and, under offload, copies the shards back

@@ -1,8 +1,10 @@
 """Frozen quantised weights (bitsandbytes NF4, FP4 and int8; GPTQ int4): what they store, and the full weights that a product makes.
 
 Modules of the libraries' own class names replace nn.Linear, and a stand-in for the package is shown to PEFT, so that PEFT's real adapter
-layers for quantised weights run. Read in bitsandbytes 0.49 autograd/_functions.py (MatMul4Bit, MatMul8bitLt), functional.py
-(quantize_4bit, quantize_blockwise), nn/modules.py; transformers 5.24 integrations/bitsandbytes.py (what is left unconverted).
+layers for quantised weights run. Read in bitsandbytes 0.50.2 autograd/_functions.py (MatMul4Bit, MatMul8bitLt), functional.py
+(quantize_4bit, quantize_blockwise, dequantize_4bit), backends/ (gemm_4bit, int8_scaled_mm), nn/modules.py; transformers 5.24
+integrations/bitsandbytes.py (what is left unconverted). tests/conformance/test_quantisation.py compares with the real layers.
+gemm_4bit's fused kernel for few tokens, which makes no weight, is not modelled: the prediction is then too high by one weight.
 """
 
 from __future__ import annotations
@@ -40,11 +42,14 @@ class _DequantisedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.layer = layer
-        return torch.nn.functional.linear(x, layer.dequantised(x), bias)
+        scales = layer.scales(in_place=False)
+        y = torch.nn.functional.linear(x, layer.dequantised(x, layer.forward_dtype or x.dtype), bias)
+        del scales
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.matmul(grad, ctx.layer.dequantised(grad)) if ctx.needs_input_grad[0] else None, None, None
+        return torch.matmul(grad, ctx.layer.dequantised_again(grad)) if ctx.needs_input_grad[0] else None, None, None
 
 
 class _Quantised(torch.nn.Linear):
@@ -52,6 +57,7 @@ class _Quantised(torch.nn.Linear):
 
     stored_dtype: torch.dtype
     compute_dtype: torch.dtype | None
+    forward_dtype: torch.dtype | None = None  # in which forward makes the weight; None: in that of its input
 
     def __init__(self, linear: torch.nn.Linear, stored_dtype: torch.dtype, compute_dtype: torch.dtype | None) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -61,9 +67,19 @@ class _Quantised(torch.nn.Linear):
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
-    def dequantised(self, like: torch.Tensor) -> torch.Tensor:
-        """The whole weight, made in the dtype that it was quantised from, and cast to that of the product."""
+    def scales(self, in_place: bool) -> torch.Tensor | None:
+        """Scales that have to be made before the weight; None when they are stored as they are used."""
+        return None
+
+    def dequantised(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole weight, made in `dtype` and cast to that of the product."""
+        return torch.empty((self.out_features, self.in_features), dtype=dtype, device=like.device).to(like.dtype)
+
+    def dequantised_again(self, like: torch.Tensor) -> torch.Tensor:
+        """For backward: in the dtype that it was quantised from, and cast; the scales do not outlive it (dequantize_4bit)."""
+        scales = self.scales(in_place=True)
         weight = torch.empty((self.out_features, self.in_features), dtype=self.stored_dtype, device=like.device)
+        del scales
         return weight.to(like.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,6 +105,14 @@ class Linear4bit(_Quantised):
         if nested:
             self.buffer("nested_absmax", (ceil_div(blocks, NESTED_BLOCK),), torch.float32)
             self.buffer("nested_offset", (), torch.float32)
+            self.buffer("nested_quant_map", (256,), torch.float32)  # a copy for every weight (quantize_blockwise)
+
+    def scales(self, in_place: bool) -> torch.Tensor | None:
+        """Double quantisation: the first scales in float32, to which the offset is added."""
+        if self.absmax.dtype is torch.float32:
+            return None
+        scales = torch.empty(self.absmax.shape, dtype=torch.float32, device=self.absmax.device)
+        return scales.add_(self.nested_offset) if in_place else scales + self.nested_offset
 
 
 class Linear8bitLt(_Quantised):
@@ -106,21 +130,31 @@ class Linear8bitLt(_Quantised):
 
 
 class _Int8Product(torch.autograd.Function):
+    """The input is quantised row by row, after a look for outliers (none are found in a fake tensor); it is kept for backward, which does
+    not need it, on the context: until the graph goes. The weight comes back in the input's dtype."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Linear8bitLt, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.layer, ctx.dtype = layer, x.dtype
-        half = x.to(torch.float16)
-        rows = half.reshape(-1, half.shape[-1])
-        quantised = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
-        scales = torch.empty((rows.shape[0],), dtype=torch.float32, device=x.device)
-        product = torch.empty((rows.shape[0], layer.out_features), dtype=torch.int32, device=x.device)
-        out = torch.empty((*x.shape[:-1], layer.out_features), dtype=torch.float16, device=x.device)
+        ctx.layer, ctx.kept = layer, x if ctx.needs_input_grad[0] else None
+        quantised, scales = _quantised_rows(x.reshape(-1, x.shape[-1]).to(torch.float16))
+        product = torch.empty((quantised.shape[0], layer.out_features), dtype=torch.int32, device=x.device)
+        out = torch.empty(product.shape, dtype=torch.float16, device=x.device).to(x.dtype)
         del quantised, scales, product
-        return out.to(x.dtype)
+        return out.reshape(*x.shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.matmul(grad, ctx.layer.dequantised(grad)).to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return torch.matmul(grad, ctx.layer.dequantised(grad, grad.dtype)), None, None
+
+
+def _quantised_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.empty((rows.shape[0],), dtype=torch.float32, device=rows.device)
+    quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    outliers = rows.abs() >= 6.0  # llm_int8_threshold
+    del outliers
+    return quantised, scales
 
 
 class GPTQLinear(_Quantised):
@@ -128,6 +162,7 @@ class GPTQLinear(_Quantised):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__(linear, torch.float16, None)
+        self.forward_dtype = torch.float16
         i, o = self.in_features, self.out_features
         self.weight = Params4bit(torch.empty((ceil_div(i, 8), o), dtype=torch.int32, device="meta"), requires_grad=False)
         groups = ceil_div(i, GPTQ_GROUP)
