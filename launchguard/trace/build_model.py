@@ -160,10 +160,29 @@ def _with_adapters(model: torch.nn.Module, request: TraceRequest) -> torch.nn.Mo
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=request.checkpointing is not None)
     try:
         with torch.device("meta"):
-            return peft.get_peft_model(model, peft.LoraConfig(**lora), autocast_adapter_dtype=autocast)
+            model = peft.get_peft_model(model, peft.LoraConfig(**lora), autocast_adapter_dtype=autocast)
     except ValueError as e:
         raise InputError(f"PEFT does not take these LoRA settings: {e}", where="lora.target_modules",
                          help="name modules that the model has, or 'all-linear'") from e  # fmt: skip
+    if not autocast:
+        _follow_base_dtype(model)
+    return model
+
+
+def _follow_base_dtype(model: torch.nn.Module) -> None:
+    """Adapters take a floating dtype of their base layer, which PEFT leaves out on the meta device
+    (peft 0.21 tuners/tuners_utils.py:_move_adapter_to_device_of_base_layer); with autocast_adapter_dtype all are float32 in the end."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in model.modules():
+        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, BaseTunerLayer) else None
+        if weight is None or not weight.dtype.is_floating_point:
+            continue
+        for name in (*layer.adapter_layer_names, *layer.other_param_names):
+            adapters = getattr(layer, name, None)
+            if isinstance(adapters, (torch.nn.ModuleDict, torch.nn.ParameterDict)):
+                for key, adapter in list(adapters.items()):
+                    adapters[key] = adapter.to(dtype=weight.dtype)
 
 
 def _wrap_checkpoints(model: torch.nn.Module, classes: list[str]) -> None:
