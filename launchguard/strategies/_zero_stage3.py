@@ -367,6 +367,7 @@ class ShardedEngine(ZeroEngine):
             held = self._allreduce_bucket(bucket)
         else:
             held = self._reduce_scatter(bucket)
+            bucket.grads.sort()  # by ds_id (__reduce_and_partition_ipg_grads): partition_grads then frees them one by one
         for param, handle in bucket.grads:
             if self.offload:
                 self._to_host(param)

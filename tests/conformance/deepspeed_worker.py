@@ -27,6 +27,7 @@ CASE: dict[str, Any] = dict(
     model="mlp", stage=0, dtype="bf16", offload="none", gas=1, iters=2, world=2, rank=0, bucket=100_000, prefetch=50_000, persist=0,
     optimizer="AdamW", optimizer_params={}, zero={}, top={}, zero_init=False, freeze="", checkpoint=False, width=129, layers=4,
 )  # fmt: skip
+KEPT: list[Any] = []
 RANDOM = {"uniform_", "normal_", "trunc_normal_", "random_", "bernoulli_", "exponential_"}
 
 
@@ -42,6 +43,9 @@ def start(world: int, rank: int) -> Any:
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
     backend = type("Backend", (_DummyBackendModule,), {"get_amp_supported_dtype": lambda s: dtypes})
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=backend())
+    autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    autocast.fallback(torch.library.fallthrough_kernel)  # torch_autocast: DeepSpeed acts, ops are not cast
+    KEPT.append(autocast)
     torch.set_num_threads(1)
     torch.cuda.get_device_capability = lambda *a, **k: (9, 0)  # type: ignore[assignment,misc]
     _fake_accelerator(world)

@@ -8,6 +8,7 @@ import pytest
 from fsdp_sides import check, name_of, run_cases
 
 TOLERANCE = 4096
+LIMIT = "4096 B"
 
 CASES: list[dict[str, Any]] = [
     dict(),

@@ -15,6 +15,7 @@ from fsdp_sides import check, name_of, run_cases
 BF16 = {"compute": "bfloat16"}
 PURE = {"storage": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"}
 TOLERANCE = 64
+LIMIT = "64 B"
 
 CASES: list[dict[str, Any]] = [
     dict(),

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers.training_args import OptimizerNames  # noqa: E402
 
+LIMIT = "states 0 B, step 6 % + 8 KiB"
 NAMES = [member.value for member in OptimizerNames]
 
 SHAPES = [(256, 160), (33, 64), (5, 33, 7), (5000,), (7,)]

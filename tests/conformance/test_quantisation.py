@@ -22,6 +22,7 @@ from launchguard.trace import quantized  # noqa: E402
 
 SHAPES = [(100, 77), (640, 256), (256, 2048)]
 TOKENS = 96
+LIMIT = "stored 0 B, peaks 64 B"
 
 
 class Live(TorchDispatchMode):
