@@ -24,13 +24,13 @@ demo: $(STAMP)  ## a job that would die, with what would help; then one that fit
 	  ../../$(BIN)/launchguard check -- $$(cat command.txt)
 
 test: $(STAMP)  ## all tests
-	$(PYTEST) tests
+	$(PYTEST) --dist loadfile tests
 
 unit: $(STAMP)  ## everything but the comparisons with real frameworks
 	$(PYTEST) tests --ignore tests/conformance
 
-conformance: $(STAMP)  ## the real DeepSpeed, FSDP and DDP, with the table of residuals
-	$(BIN)/python -m pytest tests/conformance -s
+conformance: $(STAMP)  ## the real libraries, with the table of residuals (bitsandbytes and others when .[conformance] is installed)
+	$(PYTEST) --dist loadfile tests/conformance
 
 lint: $(STAMP)  ## style, types, import contracts
 	$(BIN)/ruff check launchguard integrations tests examples
