@@ -36,7 +36,7 @@ def run_cases(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, str(Path(__file__).with_name("deepspeed_worker.py")), str(folder / "cases.json"), str(folder / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)  # wall-clock, on a loaded machine, too
     assert (folder / "out").exists(), done.stderr[-3000:]
     results: list[dict[str, Any]] = pickle.loads((folder / "out").read_bytes())
     return results
