@@ -6,8 +6,8 @@ import pytest
 
 from launchguard.errors import InputError
 from launchguard.events import ModuleInfo, ParamInfo, StepTrace
-from launchguard.job import FsdpSpec
 from launchguard.fsdp_units import units_of
+from launchguard.job import FsdpSpec
 
 MODULES = (
     ModuleInfo("", "Root", -1),
