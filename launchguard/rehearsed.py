@@ -86,10 +86,10 @@ def _observations(records: Sequence[RankRecord]) -> list[Note]:
     reads = sorted({where for record in records for where in record.value_reads})
     if reads:
         where = ", ".join(reads[:3])
-        notes.append(Note("LG311", "warning", f"the script branches on values from the card, which are zero in a rehearsal, at {where}: "
+        notes.append(Note("LG130", "warning", f"the script branches on values from the card, which are zero in a rehearsal, at {where}: "
                           "the real job may take another way"))  # fmt: skip
     if any(record.convolutions for record in records):
-        notes.append(Note("LG310", "warning", "convolutions run without cuDNN's workspace: a lower bound for convolutional models"))
+        notes.append(Note("LG131", "warning", "convolutions run without cuDNN's workspace: a lower bound for convolutional models"))
     if all(record.result == "ok" for record in records) and any(record.retries for record in records):
         notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())

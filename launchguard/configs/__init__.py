@@ -55,9 +55,6 @@ def resolve(launch: LaunchSpec, options: Mapping[str, Any]) -> JobSpec:
     for name, setting in asked.items():
         sources.settings.put(name, setting.value, setting.origin)
     _finish(sources)
-    memory = job_file.memory_of(*found) if found else None
-    if memory is not None:
-        sources.settings.note("LG322", "warning", "host RAM is predicted, but not yet held against node.memory", memory.origin)
     return build_job(launch, sources.settings, versions(_LIBRARIES))
 
 

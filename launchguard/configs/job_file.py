@@ -76,7 +76,8 @@ def settings_of(name: str, content: Mapping[str, Any]) -> dict[str, Setting]:
         found[field] = Setting(convert(field, value, origin), origin)
         if key == "precision.params":
             found["precision.load"] = found[field]
-    return found
+    memory = _memory_of(name, content)
+    return {**found, "host_memory": memory} if memory is not None else found
 
 
 def gpus_of(name: str, content: Mapping[str, Any]) -> int | None:
@@ -92,14 +93,14 @@ def gpus_of(name: str, content: Mapping[str, Any]) -> int | None:
     return gpus
 
 
-def memory_of(name: str, content: Mapping[str, Any]) -> Setting | None:
+def _memory_of(name: str, content: Mapping[str, Any]) -> Setting | None:
     """node: {memory: SIZE}: host RAM of one node in bytes; None when the file does not say."""
     node = content.get("node")
     if not isinstance(node, Mapping) or node.get("memory") is None:
         return None
     origin = Origin(name, "node.memory")
     try:
-        return Setting(parse_bytes(str(node["memory"])), origin)
+        return Setting(str(parse_bytes(str(node["memory"]))), origin)
     except ValueError as error:
         raise InputError(str(error), where=str(origin), help="give a size: 512GB, 2TB") from None
 

@@ -95,7 +95,7 @@ def test_what_scripts_also_do(rehearse: Rehearse, kind: str) -> None:
 def test_a_branch_on_a_value_is_said(rehearse: Rehearse) -> None:
     done = rehearse("--device", "24GiB", "--", "python", "faults.py", "branch")
     assert done.code == 0
-    assert "faults.py" in done.notes("LG311")[0]["message"]
+    assert "faults.py" in done.notes("LG130")[0]["message"]
     assert done.report["confidence"]["level"] == "medium"
 
 
