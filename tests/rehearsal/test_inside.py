@@ -115,3 +115,24 @@ def test_a_record_becomes_a_timeline() -> None:
     timeline = read_record(3, document).timeline()
     assert timeline.oom is not None and timeline.oom.requested_bytes == 4
     assert sum(timeline.live.values()) == timeline.allocated_bytes == 5 and timeline.phases[0].name == "load"
+
+
+def test_large_host_tensors_cost_no_pages(tmp_path: Path) -> None:
+    """Casts, clones and zeros of large floats touch nothing; small ones, integers and gradients are as ever."""
+    done = subprocess.run([sys.executable, "-c", f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+import torch
+from launchguard.rehearsal.inside import host_pages
+host_pages.install()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+big = torch.empty(1 << 28, dtype=torch.bfloat16)
+wide = big.float().clone(); wide.copy_(big); wide.zero_()
+assert wide.dtype == torch.float32 and wide.shape == big.shape
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "KiB"
+assert not wide[:1000].any() and not wide[-1000:].any()
+small = torch.arange(10.0, requires_grad=True)
+assert small.double().clone().tolist() == list(range(10)) and torch.arange(1 << 20).clone()[-1] == (1 << 20) - 1
+small.clone().sum().backward(); assert small.grad.tolist() == [1.0] * 10 and small.grad.zero_().sum() == 0
+"""], capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from launchguard.rehearsal.inside import cudnn
+from launchguard.rehearsal.inside import cudnn, host_pages
 from launchguard.rehearsal.inside.breakdown import Breakdown
 from launchguard.rehearsal.inside.containment import Containment
 from launchguard.rehearsal.inside.libraries import Libraries, after_import
@@ -47,6 +47,7 @@ class Session:
         Libraries(self.recorder, self.values, self.peers).install()
         if order["random_weights"]:
             RandomWeights(work).install()
+            host_pages.install()
         if order["through_save"]:
             self.recorder.stop_hooks.append(lambda: True)  # the script ends by itself, a Trainer after one evaluation and one save
             after_import({"transformers.trainer": self._evaluate_and_save})
