@@ -24,7 +24,7 @@ def judge_records(
     failed = [record for record in records if record.result not in ("ok", "oom")]
     notes = [*job.notes, *_failures(failed), *_observations(records)]
     if failed or not ranks:
-        reason = notes[len(job.notes)].message if failed else "no rank reached the card"
+        reason = notes[len(job.notes)].message.splitlines()[0] if failed else "no rank reached the card"
         return Verdict("unknown", job, budget, ranks, (), (), Confidence("low", (reason,)), (0, 0), tuple(notes), {})
     worst = worst_rank(ranks)
     exceeds = any(record.result == "oom" for record in records)

@@ -32,7 +32,7 @@ CUDART_SOURCES = ("card.c", "memory.c", "copies.c", "kernels.c", "streams.c", "d
 UNVERSIONED = {"cusparseLt": "libcusparseLt.so.0", "cuFile": "libcufile.so.0", "nccl": "libnccl.so.2", "cu": "libcuda.so.1"}
 NOT_CUDA = re.compile(r"GLIBC|GCC|CXXABI|GOMP|OMP_")
 HEADER_WHEELS = {  # where no CUDA headers are installed: the two wheels that hold them
-    12: ("nvidia-cuda-runtime-cu12",),
+    12: ("nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12"),
     13: ("nvidia-cuda-runtime~=13.0", "nvidia-cuda-crt~=13.0"),
 }
 DEFINITION = re.compile(r"^[A-Za-z_][\w *]*?\b(\w+)\(", re.M)
@@ -102,6 +102,11 @@ def _sources(cudart: str) -> dict[str, tuple[Path, ...]]:
 # ---------------------------------------------------------------- what torch asks for
 def undefined_symbols(library: Path) -> Iterator[Symbol]:
     """Undefined symbols of a shared library, with the version that it wants of each."""
+    return (symbol for symbol, defined in _dynamic_symbols(library) if not defined)
+
+
+def _dynamic_symbols(library: Path) -> Iterator[tuple[Symbol, bool]]:
+    """(symbol, whether the library defines it)"""
     try:
         from elftools.elf.elffile import ELFFile
     except ImportError:
@@ -116,9 +121,9 @@ def undefined_symbols(library: Path) -> Iterator[Symbol]:
         strings = elf.get_section(symbols["sh_link"]).data()
         numbers = struct.unpack(f"<{symbols.num_symbols()}H", versions.data()) if versions else ()
         for i, (name, _, _, section, _, _) in enumerate(struct.iter_unpack("<IBBHQQ", symbols.data())):
-            if section == 0 and name:
+            if name:
                 text = strings[name : strings.index(b"\0", name)].decode()
-                yield Symbol(text, names.get(numbers[i] & 0x7FFF) if numbers else None)
+                yield Symbol(text, names.get(numbers[i] & 0x7FFF) if numbers else None), section != 0
 
 
 def _by_library(symbols: Iterable[Symbol]) -> dict[str, set[Symbol]]:
@@ -149,7 +154,8 @@ def find_compiler() -> list[str]:
 
 def _compile(compiler: Sequence[str], include: Path, folder: Path, soname: str, symbols: set[Symbol], sources: Sequence[Path]) -> None:
     """One shared library: its sources with behaviour, special cases from libraries.c, and a `return 0` for everything else."""
-    defined = {name for path in sources for name in DEFINITION.findall(path.read_text())}
+    compile_shared = [*compiler, "-w", "-shared", "-fPIC", "-O2", f"-I{include}", "-lpthread"]
+    defined = _defined_by(compile_shared, folder / f"{soname}.probe", sources) if sources else set()
     special = _definitions(STUBS / "libraries.c")
     names = sorted({symbol.name for symbol in symbols} - defined)
     stub = folder / f"{soname}.c"
@@ -157,16 +163,27 @@ def _compile(compiler: Sequence[str], include: Path, folder: Path, soname: str, 
         "unsigned long long vcard_handle(void);\nstatic int new_handle(void **h) { *h = (void *)(0x100000 + vcard_handle()); return 0; }\n"
     )
     stub.write_text(head + "".join(special.get(name, f"long {name}(void) {{ return 0; }}") + "\n" for name in names))
-    command = [*compiler, "-w", "-shared", "-fPIC", "-O2", "-o", str(folder / soname), *map(str, sources), str(stub),
-               f"-I{include}", f"-Wl,-soname,{soname}", "-lpthread"]  # fmt: skip
+    command = [*compile_shared, "-o", str(folder / soname), *map(str, sources), str(stub), f"-Wl,-soname,{soname}"]
     script = _version_script(symbols, own=soname.startswith("libcudart"))
     if script:
         path = folder / f"{soname}.map"
         path.write_text(script)
         command.append(f"-Wl,--version-script={path}")
+    _run(command, soname)
+
+
+def _defined_by(compile_shared: Sequence[str], probe: Path, sources: Sequence[Path]) -> set[str]:
+    """What the sources define with these headers: the preprocessor leaves some functions out by CUDA version."""
+    _run([*compile_shared, "-o", str(probe), *map(str, sources)], probe.stem)
+    names = {symbol.name for symbol, defined in _dynamic_symbols(probe) if defined}
+    probe.unlink()
+    return names
+
+
+def _run(command: Sequence[str], soname: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise NotTold(f"the stub library {soname} does not compile: {_first_error(done.stderr)}", where=" ".join(compiler),
+        raise NotTold(f"the stub library {soname} does not compile: {_first_error(done.stderr)}", where=command[0],
                       help="set CC to another compiler; launchguard check needs none")  # fmt: skip
 
 
@@ -192,15 +209,18 @@ def _headers(target: Target, cache: Path) -> Path:
     """A folder with cuda_runtime_api.h and cuda.h: of installed wheels, a CUDA toolkit, else wheels fetched into the cache."""
     fetched = cache / "rehearsal" / f"cuda{target.cuda_major}-headers"
     toolkit = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    for folder in (*target.header_folders, *toolkit, Path("/usr/local/cuda/include"), *_include_folders(fetched)):
-        if (folder / "cuda_runtime_api.h").is_file() and (folder / "crt" / "host_defines.h").is_file():
+    for folder in (*target.header_folders, *toolkit, Path("/usr/local/cuda/include"), fetched):
+        if (folder / "crt" / "host_defines.h").is_file() and _major_of(folder) == target.cuda_major:
             return folder
     _fetch_headers(target, fetched)
-    return next(_include_folders(fetched))
+    return fetched
 
 
-def _include_folders(folder: Path) -> Iterator[Path]:
-    yield from (path.parent for path in folder.glob("**/cuda_runtime_api.h"))
+def _major_of(folder: Path) -> int | None:
+    """CUDA's major version by its own header; None where it is not."""
+    header = folder / "cuda_runtime_api.h"
+    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text(errors="replace")) if header.is_file() else None
+    return int(found.group(1)) // 1000 if found else None
 
 
 def _fetch_headers(target: Target, folder: Path) -> None:
@@ -217,7 +237,17 @@ def _fetch_headers(target: Target, folder: Path) -> None:
                           help=f"pip install --no-deps {' '.join(wheels)}, or set CUDA_HOME to a CUDA toolkit")  # fmt: skip
         for wheel in Path(work).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(folder, [name for name in archive.namelist() if "/include/" in name])
+                _extract_headers(archive, folder)
+
+
+def _extract_headers(archive: zipfile.ZipFile, folder: Path) -> None:
+    """Everything below an include folder of the wheel, into one folder: CUDA 12 spreads its headers over several wheels."""
+    for name in archive.namelist():
+        _, found, rest = name.partition("/include/")
+        if found and rest and not name.endswith("/"):
+            path = folder / rest
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(archive.read(name))
 
 
 def library_environment(stubs: Stubs) -> Mapping[str, str]:

@@ -53,19 +53,16 @@ def test_a_stub_is_written_for_what_has_no_source(tmp_path: Path) -> None:
     )
 
 
-def test_every_source_function_is_found_once() -> None:
-    """build.py leaves out of the generated stubs what the sources define: it must see each definition, quickly."""
-    names = [name for file in build.CUDART_SOURCES for name in build.DEFINITION.findall((build.STUBS / file).read_text())]
-    assert {
-        "cudaMalloc",
-        "cudaMemcpyAsync",
-        "cudaLaunchKernel",
-        "cudaEventQuery",
-        "cudaGetDeviceProperties",
-        "__cudaRegisterFatBinary",
-    } <= set(names)
-    exported = [name for name in names if name.startswith(("cuda", "__cuda"))]
-    assert len(exported) == len(set(exported))
+@needs_compiler
+def test_what_the_preprocessor_leaves_out_is_not_defined(tmp_path: Path) -> None:
+    (tmp_path / "a.c").write_text("#if 0\nint cudaOld(void) { return 0; }\n#endif\nint cudaNew(void) { return 0; }\n")
+    defined = build._defined_by(["gcc", "-shared", "-fPIC"], tmp_path / "a.probe", [tmp_path / "a.c"])
+    assert "cudaNew" in defined and "cudaOld" not in defined
+
+
+def test_headers_of_another_major_version_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  13000\n")
+    assert build._major_of(tmp_path) == 13 and build._major_of(tmp_path / "none") is None
 
 
 def test_a_cpu_torch_is_told_which_wheel_to_install() -> None:
