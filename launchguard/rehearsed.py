@@ -88,8 +88,9 @@ def _observations(records: Sequence[RankRecord]) -> list[Note]:
         where = ", ".join(reads[:3])
         notes.append(Note("LG130", "warning", f"the script branches on values from the card, which are zero in a rehearsal, at {where}: "
                           "the real job may take another way"))  # fmt: skip
-    if any(record.convolutions for record in records):
-        notes.append(Note("LG131", "warning", "convolutions run without cuDNN's workspace: a lower bound for convolutional models"))
+    without = sorted({kind for record in records for kind in record.without_cudnn})
+    if without:
+        notes.append(Note("LG131", "warning", f"{' and '.join(without)} run without cuDNN's workspace and reserve: a lower bound for them"))
     if all(record.result == "ok" for record in records) and any(record.retries for record in records):
         notes.append(Note("LG120", "warning", "fits only because the allocator gives cached blocks back: expect retries and slow steps"))
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
@@ -103,8 +104,8 @@ def _observations(records: Sequence[RankRecord]) -> list[Note]:
 
 def _confidence(records: Sequence[RankRecord]) -> Confidence:
     reasons = []
-    if any(record.convolutions for record in records):
-        reasons.append("convolutions run without workspace")
+    if any(record.without_cudnn for record in records):
+        reasons.append("layers that use cuDNN run without its workspace")
     if any(record.value_reads for record in records):
         reasons.append("the script branches on values from the card, which are zero")
     if any(record.optimizer_steps == 0 for record in records if record.result == "ok"):

@@ -24,7 +24,8 @@ class Failure:
 class RankRecord:
     """result: "ok" | "oom" | "error" | "timeout" | "killed"; phases: name -> peaks as torch counts them, in bytes;
     device_peak_bytes: the card at its fullest, context and communicators included; live: (category, label) -> bytes at the allocated
-    peak, None when the allocator's history was cut; value_reads: "file:line" of the script -> times it read a value from the card."""
+    peak, None when the allocator's history was cut; value_reads: "file:line" of the script -> times it read a value from the card in order
+    to branch; without_cudnn: kinds of layers whose cuDNN workspace and reserve are not in the figures."""
 
     rank: int
     result: str
@@ -40,7 +41,7 @@ class RankRecord:
     optimizer_steps: int = 0
     live: Mapping[tuple[Category, str], int] | None = None
     value_reads: Mapping[str, int] = field(default_factory=dict)
-    convolutions: bool = False
+    without_cudnn: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -68,6 +69,6 @@ def read_record(rank: int, document: Mapping[str, Any]) -> RankRecord:
                         last["reserved_bytes"]) if last else None,
         retries=document["alloc_retries"], optimizer_steps=document["optimizer_steps"],
         live=None if live is None else {(Category(row["category"]), row["label"]): row["bytes"] for row in live},
-        value_reads=document["value_reads"], convolutions=document["convolutions_without_workspace"], kept=tuple(document["kept"]),
+        value_reads=document["value_reads"], without_cudnn=tuple(document["without_cudnn"]), kept=tuple(document["kept"]),
         versions=document["versions"], seconds=document["seconds"], host_peak_bytes=document["host_peak"], exit_code=document["exit_code"],
     )  # fmt: skip

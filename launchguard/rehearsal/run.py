@@ -92,6 +92,7 @@ def _start(plan: Plan, rank: int, env: Mapping[str, str], work: Path) -> _Runnin
         **contained(env, plan.allow_network), **launch.environment, **rank_environment(launch, rank), **library_environment(plan.stubs),
         **card_environment(plan.device, plan.total_bytes, launch.nproc_per_node),
     }  # fmt: skip
+    environment["PATH"] = f"{_programs(folder, plan.python)}:{environment.get('PATH', os.defpath)}"
     environment["TMPDIR"] = str(folder / "t")
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # the virtual cards are those that the job sees
     log = folder / "log"
@@ -99,6 +100,16 @@ def _start(plan: Plan, rank: int, env: Mapping[str, str], work: Path) -> _Runnin
         process = subprocess.Popen([plan.python, str(MAIN), str(folder / "order.json")], cwd=launch.cwd, env=environment,
                                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)  # fmt: skip
     return _Running(process, rank, time.monotonic() + plan.time_limit, folder / "record.json", log)
+
+
+def _programs(folder: Path, python: str) -> Path:
+    """A folder for the front of PATH, with the nvidia-smi of virtual cards."""
+    programs = folder / "bin"
+    programs.mkdir()
+    smi = programs / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\nLD_PRELOAD= exec "{python}" "{MAIN.parent / "nvidia_smi.py"}" "$@"\n')
+    smi.chmod(0o755)
+    return programs
 
 
 def _has_ended(one: _Running) -> bool:

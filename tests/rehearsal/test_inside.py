@@ -106,7 +106,7 @@ def test_a_record_becomes_a_timeline() -> None:
     peaks = {"allocated": 5, "reserved": 7, "end_allocated": 1, "end_reserved": 7, "calls": 1}
     document = {
         "result": "oom", "phases": {"load": peaks}, "max_allocated": 5, "max_reserved": 7, "device_peak": 9, "peak_phase": "load",
-        "failed_in": None, "alloc_retries": 1, "optimizer_steps": 0, "value_reads": {}, "convolutions_without_workspace": False,
+        "failed_in": None, "alloc_retries": 1, "optimizer_steps": 0, "value_reads": {}, "without_cudnn": [],
         "kept": [], "versions": {}, "seconds": 1.0, "host_peak": 0, "exit_code": 1,
         "error": {"type": "OutOfMemoryError", "message": "out of memory", "where": "t.py:3", "line": "x", "traceback": ""},
         "ooms": [{"phase": "load", "module": "", "requested_bytes": 4, "allocated_bytes": 5, "reserved_bytes": 7}],

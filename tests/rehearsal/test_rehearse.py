@@ -86,7 +86,7 @@ def test_a_script_that_never_steps_ends_on_time_with_its_children(rehearse: Rehe
     assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(600)" in " ".join(p.info["cmdline"] or ())]
 
 
-@pytest.mark.parametrize("kind", ["nvml", "workers", "spawn"])
+@pytest.mark.parametrize("kind", ["nvml", "smi", "workers", "spawn"])
 def test_what_scripts_also_do(rehearse: Rehearse, kind: str) -> None:
     done = rehearse("--device", "24GiB", "--", "python", "faults.py", kind)
     assert done.code == 0, done.out + done.err
@@ -97,6 +97,12 @@ def test_a_branch_on_a_value_is_said(rehearse: Rehearse) -> None:
     assert done.code == 0
     assert "faults.py" in done.notes("LG130")[0]["message"]
     assert done.report["confidence"]["level"] == "medium"
+
+
+def test_layers_of_cudnn_run_and_are_said(rehearse: Rehearse) -> None:
+    done = rehearse("--device", "24GiB", "--", "python", "faults.py", "recurrent")
+    assert done.code == 0, done.out + done.err
+    assert "convolutions and recurrent layers" in done.notes("LG131")[0]["message"]
 
 
 def test_interrupted_it_leaves_nothing(vgpu_python: str, short_folder: Path) -> None:

@@ -1,18 +1,19 @@
-"""cuDNN's entry points: outputs of the right shape, unfilled, and a stated workspace for convolutions.
+"""cuDNN's entry points: outputs of the right shape, unfilled, and no workspace; recurrent layers by torch's own kernels.
 
-The stub libcudnn returns success and no plan, so torch's own cuDNN code cannot run on it. Workspaces are those of the heuristic
-algorithms (implicit precomputed GEMM), which on most layers of image models need little: 0 bytes here, a lower bound, said in the record.
+The stub libcudnn returns success and no plan, so torch's own cuDNN code cannot run on it. Convolutions get a workspace of 0 bytes, a lower
+bound; recurrent layers run as they do with cuDNN switched off. Both are said in the record.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 _library: torch.library.Library | None = None
-used: set[str] = set()  # entry points that the run went through: convolutions without workspace lower the confidence
+used: set[str] = set()  # "convolutions", "recurrent layers": what the run went through that is not as on a real card
 
 
 def install() -> None:
@@ -22,12 +23,33 @@ def install() -> None:
     for function in (cudnn_convolution, cudnn_convolution_transpose, convolution_backward, _scaled_dot_product_cudnn_attention,
                      _scaled_dot_product_cudnn_attention_backward, cudnn_batch_norm, cudnn_batch_norm_backward):  # fmt: skip
         _library.impl(function.__name__, function, "CUDA", allow_override=True)
+    _without_recurrent_kernels()
+
+
+def _without_recurrent_kernels() -> None:
+    """torch.nn.LSTM, GRU and RNN with cuDNN switched off while they run."""
+    from torch.nn.modules import rnn
+
+    def switched_off(original: Any) -> Any:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            used.add("recurrent layers")
+            with torch.backends.cudnn.flags(enabled=False):
+                return original(*args, **kwargs)
+
+        return run
+
+    rnn.RNNBase.flatten_parameters = lambda self: None
+    for name in ("lstm", "gru"):
+        setattr(rnn._VF, name, switched_off(getattr(rnn._VF, name)))
+    for name, function in rnn._rnn_impls.items():
+        rnn._rnn_impls[name] = switched_off(function)
 
 
 def _convolved(
     x: Any, w: Any, padding: Any, stride: Any, dilation: Any, output_padding: Any, transposed: bool, groups: int
 ) -> torch.Tensor:
-    used.add("convolution")
+    used.add("convolutions")
     spatial = []
     for i in range(x.dim() - 2):
         reach = dilation[i] * (w.shape[2 + i] - 1)

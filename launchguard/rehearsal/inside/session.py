@@ -95,7 +95,7 @@ class Session:
             "live_at_peak": self.breakdown.at_peak(), "failed_in": recorder.phase if result == "error" else None,
             "error": None if error is None or stopped else _described(error), "versions": _versions(), "seconds": seconds,
             "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "value_reads": self.values.reads, "convolutions_without_workspace": "convolution" in cudnn.used,
+            "value_reads": self.values.reads, "without_cudnn": sorted(cudnn.used),
             "kept": self.containment.kept[:50], "written": len(self.containment.written),
         }  # fmt: skip
 

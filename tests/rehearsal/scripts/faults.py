@@ -27,6 +27,10 @@ elif kind == "nvml":
     held = torch.zeros(1 << 28, device="cuda", dtype=torch.uint8)
     memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0))
     assert memory.used > 1 << 28 and memory.total == torch.cuda.mem_get_info()[1]
+elif kind == "smi":
+    asked = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    index, name, total = subprocess.check_output(asked, text=True).strip().split(", ")
+    assert index == "0" and name == torch.cuda.get_device_name(0) and int(total) == torch.cuda.mem_get_info()[1] >> 20
 elif kind == "workers":
     loader = torch.utils.data.DataLoader(torch.arange(64.0).reshape(16, 4), batch_size=4, num_workers=2, pin_memory=True)
     model = torch.nn.Linear(4, 4).cuda()
@@ -46,3 +50,11 @@ elif kind == "spawn" and __name__ == "__main__":
 
     with mp.get_context("spawn").Pool(1) as pool:
         assert pool.apply(abs, (-3,)) == 3
+elif kind == "recurrent":
+    lstm = torch.nn.LSTM(16, 32, 2, batch_first=True).cuda()
+    convolution = torch.nn.Conv1d(32, 8, 3).cuda()
+    optimizer = torch.optim.AdamW([*lstm.parameters(), *convolution.parameters()])
+    for _ in range(3):
+        out, _ = lstm(torch.zeros(4, 10, 16, device="cuda"))
+        convolution(out.transpose(1, 2)).mean().backward()
+        optimizer.step()
