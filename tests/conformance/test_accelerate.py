@@ -13,7 +13,7 @@ import pytest
 from launchguard.events import StepTrace, TraceOp
 from launchguard.job import InputTensor, JobSpec, LaunchSpec, ModelSpec, Precision
 from launchguard.profiles import device
-from launchguard.trace import request_of, trace_request
+from launchguard.trace import trace_job
 
 torch = pytest.importorskip("torch")
 accelerate = pytest.importorskip("accelerate")
@@ -76,7 +76,7 @@ def predicted(name: str, precision: str, load: str) -> dict[str, int]:
     mixed = precision != "no"
     dtypes = Precision(load=load, storage=load, compute=load, autocast="bfloat16" if mixed else None, float32_outputs=mixed)
     job = JobSpec(LaunchSpec("accelerate", (), ".", "train.py"), model, loop="accelerate", precision=dtypes)
-    return summed(trace_request(request_of(job, device("a100-80-sxm")), lambda text: None, False))
+    return summed(trace_job(job, device("a100-80-sxm"), use_cache=False))
 
 
 def summed(trace: StepTrace) -> dict[str, int]:

@@ -13,7 +13,7 @@ import pytest
 
 from launchguard.job import JobSpec, LaunchSpec, LoraSpec, ModelSpec, Precision, QuantizationSpec
 from launchguard.profiles import device
-from launchguard.trace import request_of, trace_request
+from launchguard.trace import trace_job
 from launchguard.units import dtype_bytes
 
 torch = pytest.importorskip("torch")
@@ -86,7 +86,7 @@ def test_parameters(name: str, folder: Path, residuals: list[Any]) -> None:
     precision = Precision(load="bfloat16", storage="bfloat16", compute="bfloat16")
     job = JobSpec(LaunchSpec("python", (), ".", "train.py"), ModelSpec(str(folder), config), seq_len=16, precision=precision, lora=lora,
                   quantization=quantization)  # fmt: skip
-    trace = trace_request(request_of(job, device("a100-80-sxm")), lambda text: None, False)
+    trace = trace_job(job, device("a100-80-sxm"), use_cache=False)
     theirs = {n: (str(p.dtype).removeprefix("torch."), p.requires_grad, p.numel()) for n, p in real.named_parameters()}
     ours = {p.name: (p.dtype, p.requires_grad, p.numel) for p in trace.params}
     assert ours == theirs
