@@ -97,7 +97,7 @@ class StepTrace:
     events: tuple[TraceEvent, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)  # no_split_modules, attention kernels, value reads, seconds
     inputs: tuple[int, ...] = ()  # storages of the micro-batch itself
-    output_bytes: tuple[int, ...] = ()  # of the tensors that the model returned
+    outputs: tuple[tuple[int, int], ...] = ()  # tensors that the model returned: storage, bytes
     predictions: tuple[Prediction, ...] = ()  # of an evaluation batch: what the model returned beside the loss
     evaluation: StepTrace | None = None  # one evaluation batch: forward alone, no gradients
 

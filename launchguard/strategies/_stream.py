@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launchguard.events import Category, MemoryEvent, Op, StepTrace, TraceOp
 
@@ -53,6 +53,10 @@ class MicroBatchHooks:
 
     def exit(self, module: int, recompute: bool) -> None: ...
 
+    def returned(self, outputs: Mapping[int, int]) -> Mapping[int, int]:
+        """After the whole model's forward: handles of what it returns, by storage; gives those that take their place."""
+        return {}
+
     def forward_end(self) -> None: ...
 
     def backward_begin(self) -> None: ...
@@ -78,6 +82,17 @@ def saved_for_backward(trace: StepTrace) -> frozenset[int]:
         elif op is TraceOp.BACKWARD:
             return frozenset(live)
     return frozenset()
+
+
+def kept_by_autograd(trace: StepTrace) -> frozenset[int]:
+    """Storages that die within backward: a node of the graph holds them, whoever else does."""
+    died: set[int] = set()
+    in_backward = False
+    for op, a, _ in trace.events:
+        in_backward = op is TraceOp.BACKWARD or (in_backward and op is not TraceOp.END)
+        if in_backward and op is TraceOp.FREE:
+            died.add(a)
+    return frozenset(died)
 
 
 class MicroBatch:
@@ -139,6 +154,8 @@ class MicroBatch:
                 hooks.enter(a, in_backward)
             elif op == exit_:
                 hooks.exit(a, in_backward)
+                if a == 0 and not in_backward:
+                    handles.update(hooks.returned({s: handles[s] for s, _ in self.trace.outputs if s in handles}))
                 if len(where) > 1:
                     where.pop()
                 stream.module(where[-1])

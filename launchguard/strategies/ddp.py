@@ -6,13 +6,13 @@ trainable gradients and live from construction to the end; `.grad` is a separate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import DdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import broadcast_coalesced, schedule_of
-from launchguard.strategies._stream import MicroBatchHooks
+from launchguard.strategies._stream import MicroBatchHooks, kept_by_autograd
 from launchguard.strategies.single import SingleEngine, representatives
 from launchguard.units import MIB, dtype_bytes
 
@@ -29,7 +29,9 @@ class DdpEngine(SingleEngine):
         self.ready: list[int] = []  # parameters in the order in which their gradients arrived
         self.views: set[int] = set()  # parameters whose .grad looks into a bucket
         self.sync, self.synced = True, False  # in this micro-batch; ever
-        self.rebuilt = self.spec.find_unused_parameters and not self.spec.static_graph  # then buckets are never rebuilt
+        self.searches_unused = self.spec.find_unused_parameters and not self.spec.static_graph
+        self.rebuilt = self.searches_unused  # then buckets are never rebuilt
+        self.needed = kept_by_autograd(trace)
 
     @property
     def spec(self) -> DdpSpec:
@@ -37,34 +39,43 @@ class DdpEngine(SingleEngine):
 
     def prepare(self) -> None:
         broadcast_coalesced(self.stream, [self.stored_bytes(i) for i in range(len(self.trace.params))])
-        self._allocate_buckets(self.trainable)
+        self._allocate_buckets(self.bucket_sizes(self.trainable, capped=self.searches_unused)[::-1])  # compute_bucket_size_limits
         super().prepare()
 
-    def _allocate_buckets(self, order: Sequence[int]) -> None:
+    def _allocate_buckets(self, sizes: Sequence[int]) -> None:
         self.stream.free(*self.buckets)
-        self.buckets = [self.stream.alloc(n, Category.GRADIENTS, "DDP buckets") for n in reversed(self.bucket_sizes(order))]
+        self.buckets = [self.stream.alloc(n, Category.GRADIENTS, "DDP buckets") for n in sizes]
 
-    def bucket_sizes(self, order: Sequence[int]) -> list[int]:
+    def bucket_sizes(self, order: Sequence[int], capped: bool = True) -> list[int]:
         """Bytes of the buckets: per dtype, closed when the cap is reached (reducer.cpp:compute_bucket_assignment_by_size)."""
         sizes: list[int] = []
         filling: dict[str, int] = {}
+        caps: dict[str, int] = {}  # of each dtype's next bucket
         for i in order:
             p = self.trace.params[i]
             filling[p.dtype] = filling.get(p.dtype, 0) + p.numel * dtype_bytes(p.dtype)
-            if filling[p.dtype] >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
+            if capped and filling[p.dtype] >= caps.get(p.dtype, FIRST_BUCKET_BYTES):
                 sizes.append(filling.pop(p.dtype))
+                caps[p.dtype] = BUCKET_BYTES
         return sizes + list(filling.values())
 
     def forward_begin(self) -> None:
-        """Before the second forward the buckets are made anew in the order in which gradients became ready (Reducer::rebuild_buckets)."""
+        """Before the forward that follows the first synchronised backward the buckets are made anew in the order in which gradients became
+        ready (Reducer::rebuild_buckets)."""
         if self.ready and not self.rebuilt:
             self.rebuilt = True
-            self._allocate_buckets(self.ready)
+            self._allocate_buckets(self.bucket_sizes(self.ready))
 
-    def exit(self, module: int, recompute: bool) -> None:
-        """find_unused_parameters: outputs pass through _DDPSink, which clones them (distributed.py:_DDPSink.forward)."""
-        if module == 0 and not recompute and self.spec.find_unused_parameters:
-            self.stream.free(*[self.stream.alloc(n, Category.ACTIVATIONS, "outputs cloned by DDP") for n in self.trace.output_bytes])
+    def returned(self, outputs: Mapping[int, int]) -> Mapping[int, int]:
+        """find_unused_parameters, and a static graph's first forward: outputs pass through _DDPSink, which clones them; the originals
+        live on where backward needs them (distributed.py:_post_forward, _DDPSink.forward)."""
+        if not self.searches_unused and not (self.spec.static_graph and not self.ready):
+            return {}
+        clones = [(s, self.stream.alloc(n, Category.ACTIVATIONS, "outputs cloned by DDP")) for s, n in self.trace.outputs if s in outputs]
+        successors = {s: clone for s, clone in clones if s not in self.needed}
+        self.stream.free(*[outputs[s] for s in successors])
+        self.stream.free(*[clone for s, clone in clones if successors.get(s) != clone])
+        return successors
 
     def begin_micro_batch(self, last: bool) -> None:
         self.sync = last
@@ -72,7 +83,7 @@ class DdpEngine(SingleEngine):
     def grad(self, param: int, handle: int) -> None:
         """gradient_as_bucket_view: at the end of a synchronised backward .grad is a view of its bucket. What no_sync leaves, and all of the
         first backward of a static graph, are tensors of their own until then (reducer.cpp:mark_variable_ready_dense, delay_all_reduce)."""
-        if not self.rebuilt and len(self.ready) < len(self.trainable):
+        if self.sync and not self.rebuilt and len(self.ready) < len(self.trainable):  # reducer.cpp:push_rebuilt_params
             self.ready.append(param)
         if not self.spec.gradient_as_bucket_view:
             super().grad(param, handle)

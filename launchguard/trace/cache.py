@@ -33,7 +33,7 @@ def encode(trace: StepTrace) -> bytes:
         "events": flat,
         "facts": dict(trace.facts),
         "inputs": trace.inputs,
-        "output_bytes": trace.output_bytes,
+        "outputs": trace.outputs,
         "predictions": trace.predictions,
     }
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
@@ -49,7 +49,7 @@ def decode(data: bytes) -> StepTrace:
                    for n, shape, dtype, grad, module, owners, stored in document["params"])  # fmt: skip
     modules = tuple(ModuleInfo(*m) for m in document["modules"])
     predictions = tuple(Prediction(*p) for p in document["predictions"])
-    ends = tuple(document["inputs"]), tuple(document["output_bytes"]), predictions
+    ends = tuple(document["inputs"]), tuple((s, n) for s, n in document["outputs"]), predictions
     return StepTrace(params, modules, tuple(document["buffer_bytes"]), events, document["facts"], *ends)
 
 

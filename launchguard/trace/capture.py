@@ -94,9 +94,6 @@ class Tracker(TorchDispatchMode):
             if not isinstance(args[0], FakeTensor):  # an index list, made by C++: fake mode would move real values to a device without any
                 return self._born(torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=DEVICE))
             args[0].constant = None
-        if func in MATMULS and not self._warm[self.in_backward]:
-            self._warm[self.in_backward] = True
-            self.mark(TraceOp.MATMUL)
         taken = self._taken_over(func, args)
         out = (
             _grouped_float16(func, args)
@@ -109,9 +106,12 @@ class Tracker(TorchDispatchMode):
             for t in out:
                 if isinstance(t, torch.Tensor):
                     self.see(t)
+        if func in MATMULS and not self._warm[self.in_backward]:  # the output is there when cuBLAS is asked
+            self._warm[self.in_backward] = True
+            self.mark(TraceOp.MATMUL)
         scratch = SCRATCH.get(func)
         if scratch is not None:
-            self._touch(scratch(self.card, args, out))
+            self._touch(*scratch(self.card, args, out))
         return out
 
     def _born(self, t: torch.Tensor) -> torch.Tensor:
@@ -126,10 +126,11 @@ class Tracker(TorchDispatchMode):
         self.value_reads.add(_caller())
         return False if t.dtype == torch.bool else 0.0 if t.dtype.is_floating_point else 0
 
-    def _touch(self, nbytes: int) -> None:
-        if nbytes > 0:
-            self._count += 1
-            self.events += (TraceEvent(TraceOp.ALLOC, self._count, nbytes), TraceEvent(TraceOp.FREE, self._count))
+    def _touch(self, *sizes: int) -> None:
+        """Temporaries of one op, each beside the others, freed from the last to the first."""
+        born = [TraceEvent(TraceOp.ALLOC, self._count + i, n) for i, n in enumerate(filter(None, sizes), 1)]
+        self._count += len(born)
+        self.events += [*born, *(TraceEvent(TraceOp.FREE, e.a) for e in reversed(born))]
 
     def _taken_over(self, func: Any, args: Any) -> int | None:
         """Autograd adds a gradient that arrives into the one that is there when nobody else holds that; for tensor subclasses, as fake
@@ -295,7 +296,7 @@ def capture(
         inputs = tuple(tracker.see(t) for t in batch.values())
         loss, outputs = run(model, batch)
         batch.clear()
-        output_bytes = tuple(t.untyped_storage().nbytes() for t in _tensors(outputs))
+        returned = tuple((tracker.see(t), t.numel() * t.element_size()) for t in _tensors(outputs))
         if not outputs_alive:
             outputs = None
         tracker.mark(TraceOp.BACKWARD)
@@ -305,7 +306,7 @@ def capture(
         tracker.mark(TraceOp.END)
         del loss, outputs
     facts["value_reads"] = sorted(tracker.value_reads)
-    return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts, inputs, output_bytes)
+    return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts, inputs, returned)
 
 
 def capture_evaluation(

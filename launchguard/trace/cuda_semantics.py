@@ -135,13 +135,19 @@ class Semantics:
             return self._weight_casts[id(x)]
         return x.to(dtype)
 
+    def _cast_all(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, cache: bool) -> Any:
+        """Arguments from the last to the first, as gcc evaluates those of a C++ call: a weight is cast before its input, and in backward
+        the input's gradient is cast back first (autocast_mode.h:WrapFunction_; seen in torch 2.14's own allocations)."""
+        named = {k: self._cast(v, dtype, cache) for k, v in reversed(kwargs.items())}
+        return [self._cast(x, dtype, cache) for x in reversed(args)][::-1], named
+
     def _lower(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype = torch.get_autocast_dtype(DEVICE)
-        return op(*(self._cast(x, dtype, True) for x in args), **{k: self._cast(v, dtype, True) for k, v in kwargs.items()})
+        cast, named = self._cast_all(args, kwargs, torch.get_autocast_dtype(DEVICE), True)
+        return op(*cast, **named)
 
     def _float32(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        f32 = torch.float32
-        return op(*(self._cast(x, f32, False) for x in args), **{k: self._cast(v, f32, False) for k, v in kwargs.items()})
+        cast, named = self._cast_all(args, kwargs, torch.float32, False)
+        return op(*cast, **named)
 
     def _float32_dtype(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         explicit = kwargs.get("dtype") is not None or any(isinstance(x, torch.dtype) for x in args)
@@ -208,7 +214,7 @@ class Semantics:
             return self._sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled(DEVICE):
             dtype = torch.get_autocast_dtype(DEVICE)
-            query, key, value = (self._cast(x, dtype, False) for x in (query, key, value))
+            (query, key, value), _ = self._cast_all((query, key, value), {}, dtype, False)
         kernel = self.choose_attention(query, key, attn_mask, dropout_p)
         self.kernels.add(kernel)
         if kernel == "flash":
@@ -323,37 +329,40 @@ def _reduction_scratch(card: Card, rows: int, columns: int) -> int:
     return 4 * columns * width * vector * blocks
 
 
-def _sum_dim(card: Card, args: tuple[Any, ...], out: Any) -> int:
+def _sum_dim(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     x, dims = args[0], args[1] if len(args) > 1 else None
     if x.dim() < 2 or not dims or 0 not in [d % x.dim() for d in dims] or (x.dim() - 1) in [d % x.dim() for d in dims]:
-        return 0
+        return ()
     columns = x.shape[-1]
-    return _reduction_scratch(card, x.numel() // max(columns, 1), columns)
+    return (_reduction_scratch(card, x.numel() // max(columns, 1), columns),)
 
 
-def _embedding_backward(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> int:
+def _embedding_backward(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, ...]:
     """EmbeddingBackwardKernel.cu: float32 partial rows of the sorted segments, 10 indices each; small batches take another kernel."""
     grad, indices, weights = args[0], args[1], args[2]
     n = indices.numel()
     if n <= 3072:
-        return 0
+        return ()
     segments = min(n, weights)
-    return (n // 10 + segments) * grad.shape[-1] * 4 + 8 * (5 * n + 2 * segments)
+    return ((n // 10 + segments) * grad.shape[-1] * 4 + 8 * (5 * n + 2 * segments),)
 
 
-def _flash_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
+def _flash_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     """FlashAttention-2 backward: softmax_d, the float32 accumulator of dq, and dk, dv expanded to all query heads (GQA)."""
     query, key = args[1], args[2]
     b, h, s, d = query.shape
-    scratch = 4 * b * h * round_up(s, 128) + 4 * b * round_up(s, 128) * h * round_up(d, 32)
-    if key.shape[1] != h:
-        scratch += 2 * b * key.shape[2] * h * d * query.element_size()
-    return scratch
+    expanded = b * key.shape[2] * h * d * query.element_size() if key.shape[1] != h else 0
+    return 4 * b * h * round_up(s, 128), 4 * b * round_up(s, 128) * h * round_up(d, 32), expanded, expanded
 
 
-def _efficient_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
+def _cudnn_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
+    """As much as FlashAttention's, in one workspace."""
+    return (sum(_flash_backward(card, args, out)),)
+
+
+def _efficient_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     """Memory-efficient backward: delta and the float32 accumulator of dq; float32 inputs hold one more output and delta."""
-    return _efficient_backward_bytes(args[1])
+    return (_efficient_backward_bytes(args[1]),)
 
 
 def _efficient_backward_bytes(query: torch.Tensor) -> int:
@@ -364,28 +373,28 @@ def _efficient_backward_bytes(query: torch.Tensor) -> int:
     return scratch
 
 
-def _logsumexp(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> int:
-    return args[0].numel() * 4 + 3 * out.numel() * 4
+def _logsumexp(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, ...]:
+    return (args[0].numel() * 4 + 3 * out.numel() * 4,)
 
 
-def _index_backward(card: Card, args: tuple[Any, ...], out: Any) -> int:
+def _index_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     indices = [x for x in args[1] if x is not None]
     n = max((x.numel() for x in indices), default=0)
     accumulate = len(args) > 3 and args[3]
-    return 6 * 8 * n + 64 * 1024 if accumulate else 0
+    return (6 * 8 * n + 64 * 1024,) if accumulate else ()
 
 
-def _sort(card: Card, args: tuple[Any, ...], out: Any) -> int:
+def _sort(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     """1-D sorts hold about 20 bytes an element (cub double buffers), measured."""
-    return 20 * args[0].numel() if args[0].dim() == 1 and args[0].numel() > MIB // 4 else 0
+    return (20 * args[0].numel(),) if args[0].dim() == 1 and args[0].numel() > MIB // 4 else ()
 
 
-# op -> bytes held while it runs, beyond its outputs
-SCRATCH: dict[Any, Callable[[Card, tuple[Any, ...], Any], int]] = {
+# op -> bytes of each block held while it runs, beyond its outputs
+SCRATCH: dict[Any, Callable[[Card, tuple[Any, ...], Any], tuple[int, ...]]] = {
     aten.sum.dim_IntList: _sum_dim,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.logsumexp.default: _logsumexp,
     aten.index_put.default: _index_backward,
