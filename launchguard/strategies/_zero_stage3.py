@@ -99,6 +99,20 @@ class ShardedEngine(ZeroEngine):
         self.mark_host("prepare", self._host_transient())
 
     def _host_transient(self) -> dict[str, int]:
+        """What the host's peak of set-up is above what stays: the larger of two."""
+        moments = [self._flattening_on_host(), self._gradient_buffers_at_init()]
+        return max(moments, key=lambda found: sum(found.values()))
+
+    def _flattening_on_host(self) -> dict[str, int]:
+        """_create_param_groups_fp16_flat_cpu_memory: every group's flat buffer is pinned from a pageable one, and the partitions are moved
+        into them afterwards."""
+        if not self.offload_param:
+            return {}
+        groups = [sum(self.q[i] for i in group) * self.b for group in self.groups]
+        peak = sum(groups) + max(sum(groups[: k + 1]) + groups[k] for k in range(len(groups)))
+        return {"parameter partitions while they are flattened": max(0, peak - sum(self.host.values()))}
+
+    def _gradient_buffers_at_init(self) -> dict[str, int]:
         """initialize_optimizer_states: a shared gradient buffer of the largest sub-group beside the pinned ones, each of which is filled
         from a pageable one; the averaged gradients come later."""
         if not self.offload:
@@ -439,7 +453,7 @@ class ShardedEngine(ZeroEngine):
             self._step_subgroup(k)
         if self.offload:
             self.host_moments([self.sizes[k] for k in self.host_groups])
-            self.mark_host("step_1" if len(self.host_phases) < 2 else "step_2")
+        self.mark_host("step_1" if len(self.host_phases) < 2 else "step_2")
         self._gather_persistent()
 
     def _check_overflow(self) -> None:
