@@ -14,6 +14,7 @@ from launchguard import registry
 from launchguard.events import RankSchedule, StepTrace
 from launchguard.job import TRAINER_LOOPS, JobSpec, Note
 from launchguard.profiles import DeviceProfile, optimizer
+from launchguard.strategies._ddp_hooks import HOOKS
 from launchguard.strategies._evaluation import ASSUMED_BATCHES, kept_bytes
 from launchguard.strategies._host import node_phases
 
@@ -38,8 +39,9 @@ def schedules(job: JobSpec, trace: StepTrace, device: DeviceProfile) -> list[Ran
 
 
 def with_notes(job: JobSpec) -> JobSpec:
-    """The job with what is doubtful about its rules among its notes: libraries of other versions, an optimizer that no test compares."""
-    fresh = [note for note in (*_version_notes(job), *_optimizer_notes(job)) if note not in job.notes]
+    """The job with what is doubtful about its rules among its notes: libraries of other versions, an optimizer that no test compares, a
+    communication hook without rules."""
+    fresh = [note for note in (*_version_notes(job), *_optimizer_notes(job), *_hook_notes(job)) if note not in job.notes]
     return dataclasses.replace(job, notes=(*job.notes, *fresh))
 
 
@@ -75,3 +77,13 @@ def _optimizer_notes(job: JobSpec) -> list[Note]:
         return []
     message = f"optimizer {job.optimizer.name} was not compared with the real class: {profile.source}"
     return [Note("LG331", "info", message, str(job.origin("optimizer.name")))]
+
+
+def _hook_notes(job: JobSpec) -> list[Note]:
+    hook = job.ddp.comm_hook if job.strategy == "ddp" and job.ddp is not None else None
+    if hook in (None, "no", *HOOKS):
+        return []
+    message = (
+        f"DDP's communication hook {hook} is not modelled: predicted as if gradients were reduced in place (known: {', '.join(HOOKS)})"
+    )
+    return [Note("LG332", "warning", message, str(job.origin("ddp.comm_hook")))]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.job import DdpSpec, JobSpec
 from launchguard.profiles import DeviceProfile
+from launchguard.strategies._ddp_hooks import hook_of
 from launchguard.strategies._loop import broadcast_coalesced, schedule_of
 from launchguard.strategies._stream import MicroBatchHooks, kept_by_autograd
 from launchguard.strategies.single import SingleEngine, representatives
@@ -32,6 +33,8 @@ class DdpEngine(SingleEngine):
         self.searches_unused = self.spec.find_unused_parameters and not self.spec.static_graph
         self.rebuilt = self.searches_unused  # then buckets are never rebuilt
         self.needed = kept_by_autograd(trace)
+        self.hook = hook_of(self.spec.comm_hook, self.stream, trace.params)
+        self.ran_backward = False
 
     @property
     def spec(self) -> DdpSpec:
@@ -39,37 +42,40 @@ class DdpEngine(SingleEngine):
 
     def prepare(self) -> None:
         broadcast_coalesced(self.stream, [self.stored_bytes(i) for i in range(len(self.trace.params))])
-        self._allocate_buckets(self.bucket_sizes(self.trainable, capped=self.searches_unused)[::-1])  # compute_bucket_size_limits
+        self._allocate_buckets(self.assign(self.trainable, capped=self.searches_unused)[::-1])  # compute_bucket_size_limits
         super().prepare()
 
-    def _allocate_buckets(self, sizes: Sequence[int]) -> None:
+    def _allocate_buckets(self, members: list[list[int]]) -> None:
         self.stream.free(*self.buckets)
-        self.buckets = [self.stream.alloc(n, Category.GRADIENTS, "DDP buckets") for n in sizes]
+        self.hook.buckets(members)
+        self.buckets = [self.stream.alloc(self.hook.nbytes(k), Category.GRADIENTS, "DDP buckets") for k in range(len(members))]
 
-    def bucket_sizes(self, order: Sequence[int], capped: bool = True) -> list[int]:
-        """Bytes of the buckets: per dtype, closed when the cap is reached (reducer.cpp:compute_bucket_assignment_by_size)."""
-        sizes: list[int] = []
-        filling: dict[str, int] = {}
+    def assign(self, order: Sequence[int], capped: bool = True) -> list[list[int]]:
+        """Parameters by bucket: per dtype, closed when the cap is reached (reducer.cpp:compute_bucket_assignment_by_size)."""
+        closed: list[list[int]] = []
+        filling: dict[str, list[int]] = {}
+        filled: dict[str, int] = {}
         caps: dict[str, int] = {}  # of each dtype's next bucket
         for i in order:
             p = self.trace.params[i]
-            filling[p.dtype] = filling.get(p.dtype, 0) + p.numel * dtype_bytes(p.dtype)
-            if capped and filling[p.dtype] >= caps.get(p.dtype, FIRST_BUCKET_BYTES):
-                sizes.append(filling.pop(p.dtype))
-                caps[p.dtype] = BUCKET_BYTES
-        return sizes + list(filling.values())
+            filling.setdefault(p.dtype, []).append(i)
+            filled[p.dtype] = filled.get(p.dtype, 0) + p.numel * dtype_bytes(p.dtype)
+            if capped and filled[p.dtype] >= caps.get(p.dtype, FIRST_BUCKET_BYTES):
+                closed.append(filling.pop(p.dtype))
+                filled[p.dtype], caps[p.dtype] = 0, BUCKET_BYTES
+        return closed + list(filling.values())
 
     def forward_begin(self) -> None:
-        """Before the forward that follows the first synchronised backward the buckets are made anew in the order in which gradients became
-        ready (Reducer::rebuild_buckets)."""
+        """Before the forward that follows the first synchronised backward (a static graph's second) the buckets are made anew in the order
+        in which gradients became ready (Reducer::rebuild_buckets)."""
         if self.ready and not self.rebuilt:
             self.rebuilt = True
-            self._allocate_buckets(self.bucket_sizes(self.ready))
+            self._allocate_buckets(self.assign(self.ready))
 
     def returned(self, outputs: Mapping[int, int]) -> Mapping[int, int]:
         """find_unused_parameters, and a static graph's first forward: outputs pass through _DDPSink, which clones them; the originals
         live on where backward needs them (distributed.py:_post_forward, _DDPSink.forward)."""
-        if not self.searches_unused and not (self.spec.static_graph and not self.ready):
+        if not self.searches_unused and not (self.spec.static_graph and not self.ran_backward):
             return {}
         clones = [(s, self.stream.alloc(n, Category.ACTIVATIONS, "outputs cloned by DDP")) for s, n in self.trace.outputs if s in outputs]
         successors = {s: clone for s, clone in clones if s not in self.needed}
@@ -83,17 +89,20 @@ class DdpEngine(SingleEngine):
     def grad(self, param: int, handle: int) -> None:
         """gradient_as_bucket_view: at the end of a synchronised backward .grad is a view of its bucket. What no_sync leaves, and all of the
         first backward of a static graph, are tensors of their own until then (reducer.cpp:mark_variable_ready_dense, delay_all_reduce)."""
-        if self.sync and not self.rebuilt and len(self.ready) < len(self.trainable):  # reducer.cpp:push_rebuilt_params
+        delayed = self.spec.static_graph and not self.synced
+        if self.sync and not delayed and not self.rebuilt and len(self.ready) < len(self.trainable):  # reducer.cpp:autograd_hook
             self.ready.append(param)
-        if not self.spec.gradient_as_bucket_view:
-            super().grad(param, handle)
-        elif param in self.views:
-            self.stream.free(handle)  # accumulated in place
-        elif not self.sync or (self.spec.static_graph and not self.synced):
-            super().grad(param, handle)
-        else:
+        if self.spec.gradient_as_bucket_view and self.sync and not delayed and param not in self.views:
             self._copy_into_bucket(param)
-            self.stream.free(handle)
+            arrived = handle
+        elif param in self.views or param in self.grads:
+            arrived = handle  # accumulated in place
+        else:
+            self.grads[param] = handle
+            arrived = 0
+        if self.sync and not delayed:
+            self.hook.ready(param)
+        self.stream.free(arrived)  # autograd holds what arrived until the hooks have run
 
     def _copy_into_bucket(self, param: int) -> None:
         self.stream.free(self.grads.pop(param, 0))
@@ -103,7 +112,9 @@ class DdpEngine(SingleEngine):
         if self.sync and self.spec.gradient_as_bucket_view:
             for param in list(self.grads):
                 self._copy_into_bucket(param)
-        self.synced = self.synced or self.sync
+        if self.sync:
+            self.hook.finish()
+        self.synced, self.ran_backward = self.synced or self.sync, True
 
     def evaluation_hooks(self) -> MicroBatchHooks:
         """The Trainer evaluates the module inside DDP (transformers 5.24 trainer.py:_wrap_model, training=False)."""

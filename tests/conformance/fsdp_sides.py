@@ -41,7 +41,9 @@ def name_of(case: dict[str, Any]) -> str:
 def job_of(case: dict[str, Any]) -> JobSpec:
     """The case as a JobSpec."""
     if case["kind"] == "ddp":
-        spec = DdpSpec(gradient_as_bucket_view=case["view"], static_graph=case["static"], find_unused_parameters=case["unused"])
+        spec = DdpSpec(
+            gradient_as_bucket_view=case["view"], static_graph=case["static"], find_unused_parameters=case["unused"], comm_hook=case["hook"]
+        )
         return JobSpec(
             LaunchSpec("torchrun", (), ".", "train.py"), ModelSpec("tiny"), strategy="ddp", gradient_accumulation_steps=case["gas"],
             optimizer=OptimizerSpec("adamw", "fused"), ddp=spec,

@@ -20,6 +20,11 @@ CASES: list[dict[str, Any]] = [
     dict(gas=2, view=True),
     dict(tied=True),
     dict(freeze="layers"),
+    dict(hook="fp16"),
+    dict(hook="bf16", view=True, gas=2),
+    dict(hook="bf16", static=True),
+    dict(hook="power_sgd"),
+    dict(hook="power_sgd", view=True),
 ]
 
 

@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from launchguard.job import JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec
+from launchguard.job import DdpSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec
 from launchguard.strategies import read_in, with_notes
 
 JOB = JobSpec(LaunchSpec("torchrun", (), ".", "train.py"), ModelSpec("tiny"), strategy="zero", loop="sft", lora=LoraSpec())
@@ -41,3 +41,10 @@ def test_an_optimizer_without_a_test_is_noted() -> None:
     (note,) = with_notes(replace(JOB, optimizer=OptimizerSpec("galore_adamw", "for_loop"))).notes
     assert note.code == "LG331" and "upper bound" in note.message
     assert not with_notes(replace(JOB, optimizer=OptimizerSpec("lion_8bit", "fused"))).notes
+
+
+def test_a_communication_hook_without_rules_is_noted() -> None:
+    job = replace(JOB, strategy="ddp", loop="torch", lora=None)
+    (note,) = with_notes(replace(job, ddp=DdpSpec(comm_hook="batched_power_sgd"))).notes
+    assert (note.code, note.severity) == ("LG332", "warning")
+    assert not with_notes(replace(job, ddp=DdpSpec(comm_hook="bf16"))).notes
