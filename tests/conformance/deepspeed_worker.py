@@ -261,12 +261,12 @@ def cast(case: dict[str, Any], model: Any) -> None:
         p.data = p.data.to(torch.bfloat16 if case["dtype"] == "bf16" else torch.half)
 
 
-def run_engine(case: dict[str, Any], mode: Any) -> list[dict[str, Any]]:
+def run_engine(case: dict[str, Any], mode: Any, books: Books) -> list[dict[str, Any]]:
     """deepspeed.initialize and `iters` optimizer steps under the books."""
     import deepspeed
     import torch
 
-    config, books = config_of(case), Books()
+    config = config_of(case)
     place: Any = deepspeed.zero.Init(config_dict_or_path=config) if case["zero_init"] else torch.device(DEVICE)
     linear = torch.nn.functional.linear
     with mode, books.mode():
@@ -316,7 +316,7 @@ def main(cases_file: str, out_file: str) -> None:
         try:
             with _silent():
                 result.trace = trace_of(case, mode)
-                result.phases = run_engine(case, mode)
+                result.phases = run_engine(case, mode, Books())
         except Exception as e:  # a configuration that DeepSpeed rejects is a result too
             import traceback
 

@@ -42,6 +42,23 @@ def run_cases(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
     return results
 
 
+@pytest.fixture(scope="module")
+def gloo_runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """By rank: what it holds after each case of GLOO."""
+    folder = tmp_path_factory.mktemp("gloo")
+    (folder / "cases.json").write_text(json.dumps(GLOO))
+    worker = str(Path(__file__).with_name("deepspeed_gloo_worker.py"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in ("0", "1"):
+        arguments = [str(folder / "cases.json"), str(folder / f"out{rank}"), rank, "2", str(folder / "store")]
+        command = [sys.executable, "-W", "ignore", worker, *arguments]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=1200)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "".join(e[-2000:] for e in errors)
+    return [pickle.loads((folder / f"out{rank}").read_bytes()) for rank in range(2)]
+
+
 def job_of(case: dict[str, Any]) -> JobSpec:
     """The case as launchguard's readers would give it."""
     settings = dict(case["zero"])
@@ -209,6 +226,20 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+# also as real runs: two processes, gloo, real tensors on the CPU (offload there would be no move)
+GLOO: list[dict[str, Any]] = [
+    dict(stage=0, gas=2),
+    dict(stage=0, dtype="fp32"),
+    dict(stage=1, gas=2),
+    dict(stage=1, gas=2, top=ACC32),
+    dict(stage=1, gas=4, dtype="fp32"),
+    dict(stage=2, gas=2, optimizer_params=TORCH_ADAM),
+    dict(stage=2, gas=4, dtype="fp32", bucket=20_000),
+    dict(stage=3, gas=2),
+    dict(stage=3, zero={"reduce_scatter": False}, dtype="fp32", optimizer_params=TORCH_ADAM),
+]
+
+
 def _every_case() -> list[dict[str, Any]]:
     """The wide grid; minutes, not seconds."""
     cases: list[dict[str, Any]] = [dict(stage=s, dtype=d, gas=g) for s in (0, 1, 2, 3) for d in ("bf16", "fp32") for g in (1, 4)]
@@ -252,3 +283,16 @@ def test_bytes(index: int, engine_runs: list[dict[str, Any]], residuals: list[An
         if abs(ours - real) > (512 if quantity != "peak" else max(512, real // 1000)):
             wrong.append((quantity, phase, ours - real))
     assert not wrong
+
+
+@pytest.mark.parametrize("index", range(len(GLOO)), ids=[name_of(c) for c in GLOO])
+def test_bytes_of_two_processes(
+    index: int, engine_runs: list[dict[str, Any]], gloo_runs: list[list[int]], residuals: list[Any]
+) -> None:  # fmt: skip
+    """What a real rank holds after the last step, within 512 bytes."""
+    result = engine_runs[CASES.index(GLOO[index])]
+    for rank in range(2):
+        phases, _ = predicted({**result["case"], "rank": rank}, result["trace"])
+        ours, real = phases["idle"].end, gloo_runs[rank][index]
+        residuals.append((f"gloo {name_of(GLOO[index])}", "idle", f"rank {rank}", ours, real))
+        assert abs(ours - real) <= 512
