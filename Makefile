@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -n 2
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 VGPU := .venv-vgpu
 VGPU_STAMP := $(VGPU)/.installed
 
@@ -24,13 +24,13 @@ demo: $(STAMP)  ## a job that would die, with what would help; then one that fit
 	  ../../$(BIN)/launchguard check -- $$(cat command.txt)
 
 test: $(STAMP)  ## all tests
-	$(PYTEST) --dist loadfile tests
+	$(PYTEST) tests
 
 unit: $(STAMP)  ## everything but the comparisons with real frameworks
 	$(PYTEST) tests --ignore tests/conformance
 
 conformance: $(STAMP)  ## the real libraries, with the table of residuals (bitsandbytes and others when .[conformance] is installed)
-	$(PYTEST) --dist loadfile tests/conformance
+	$(PYTEST) tests/conformance
 
 lint: $(STAMP)  ## style, types, import contracts
 	$(BIN)/ruff check launchguard integrations tests examples
