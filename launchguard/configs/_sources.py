@@ -8,6 +8,7 @@ from typing import Any
 
 from launchguard.configs.script_args import ScriptArguments
 from launchguard.configs.script_source import ScriptSource
+from launchguard.errors import InputError
 from launchguard.job import TRAINER_LOOPS, LaunchSpec, Setting, Settings
 
 TRL_LOOPS = ("sft", "dpo")
@@ -36,3 +37,15 @@ class Sources:
         """Set a field from a setting, if there is one with a value."""
         if setting is not None and setting.value is not None:
             self.settings.put(field_name, setting.value, setting.origin)
+
+
+def positive(setting: Setting) -> int:
+    """A count that must be 1 or more. Raises InputError for anything else."""
+    try:
+        number = int(setting.value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise InputError(f"{setting.origin.key.lstrip('-')} is {setting.value}, not a positive number", where=str(setting.origin),
+                         help="give 1 or more")  # fmt: skip
+    return number

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launchguard.configs._sources import Sources
-from launchguard.errors import InputError
+from launchguard.configs._sources import Sources, positive
 from launchguard.job import Origin, Setting
 from launchguard.units import ceil_div
 
@@ -20,7 +19,7 @@ def apply(sources: Sources) -> None:
         return
     args, settings = sources.args, sources.settings
     size = args.stated("per_device_eval_batch_size", "per_gpu_eval_batch_size") or args.setting("per_device_eval_batch_size")
-    settings.put("evaluation.batch_size", _count(size) if size else 8, size.origin if size else when.origin)
+    settings.put("evaluation.batch_size", positive(size) if size else 8, size.origin if size else when.origin)
     loss_only = _loss_only(sources)
     sources.put("evaluation.loss_only", loss_only)
     if args.get("predict_with_generate"):
@@ -33,7 +32,7 @@ def apply(sources: Sources) -> None:
             settings.put(f"evaluation.{field}", setting.value, setting.origin)  # None: all batches, and whose default that is
     samples = args.stated(*_SAMPLE_LIMITS)
     if samples is not None and samples.value:
-        batches = ceil_div(_count(samples), int(settings.get("evaluation.batch_size")) * sources.launch.world_size)
+        batches = ceil_div(positive(samples), int(settings.get("evaluation.batch_size")) * sources.launch.world_size)
         settings.put("evaluation.batches", batches, samples.origin)
     call = sources.source.trainer_call()
     if not loss_only.value and call is not None and "preprocess_logits_for_metrics" in call.names:
@@ -74,15 +73,3 @@ def _loss_only(sources: Sources) -> Setting:
         sources.settings.note("LG217", "warning", f"{message}; --set evaluation.loss_only=false predicts the other case", origin)
         return Setting(True, origin)
     return Setting("compute_metrics" not in call.names, call.origin)
-
-
-def _count(setting: Setting) -> int:
-    """A positive number. Raises InputError for anything else."""
-    try:
-        number = int(setting.value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise InputError(f"{setting.origin.key.lstrip('-')} is {setting.value}, not a positive number", where=str(setting.origin),
-                         help="give 1 or more")  # fmt: skip
-    return number

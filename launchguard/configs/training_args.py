@@ -8,7 +8,7 @@ from typing import Any
 
 from launchguard.configs import evaluation, model_config, precision, saving
 from launchguard.configs._installed import default_of
-from launchguard.configs._sources import TRL_LOOPS, Sources
+from launchguard.configs._sources import TRL_LOOPS, Sources, positive
 from launchguard.errors import InputError
 from launchguard.installed import version_of
 from launchguard.job import Origin, Setting
@@ -127,16 +127,7 @@ def _apply_sizes(sources: Sources) -> None:
 
 
 def _positive(setting: Setting | None) -> Setting | None:
-    if setting is None or setting.value is None:
-        return None
-    try:
-        number = int(setting.value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise InputError(f"{setting.origin.key.lstrip('-')} is {setting.value}, not a positive number", where=str(setting.origin),
-                         help="give 1 or more")  # fmt: skip
-    return Setting(number, setting.origin)
+    return None if setting is None or setting.value is None else Setting(positive(setting), setting.origin)
 
 
 def fill_missing_sizes(sources: Sources) -> None:

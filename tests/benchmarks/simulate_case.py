@@ -96,7 +96,7 @@ def _predict(case: Case, folder: Path, use_cache: bool) -> Result:
     traced = trace.trace_job(job, device, use_cache=use_cache)
     schedules = strategies.schedules(job, traced, device)
     outside, capacity = _capacity(case, job, device)
-    budget = dataclasses.replace(verdict.device_budget(device, "0%"), budget_bytes=capacity)
+    budget = dataclasses.replace(verdict.device_budget(device, "0%"), usable_bytes=capacity, budget_bytes=capacity)
     judged = verdict.judge(job, traced, schedules, device, budget)
     result: Result = {
         "launchguard_confidence": judged.confidence.level,

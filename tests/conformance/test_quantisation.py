@@ -7,7 +7,6 @@ differently. No input has outliers here, as none has in a trace.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,39 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 bnb = pytest.importorskip("bitsandbytes")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from live_bytes import Live  # noqa: E402
 
 from launchguard.trace import quantized  # noqa: E402
 
 SHAPES = [(100, 77), (640, 256), (256, 2048)]
 TOKENS = 96
 LIMIT = "stored 0 B, peaks 64 B"
-
-
-class Live(TorchDispatchMode):
-    """Peak of the bytes that ops inside the mode make, and what is left of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            storage = t.untyped_storage() if isinstance(t, torch.Tensor) else None
-            if storage is not None and storage._cdata not in given | self.known and storage.nbytes():
-                self.known.add(storage._cdata)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return out
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self.known.discard(key)
-        self.live -= nbytes
 
 
 def spec(method: str, nested: bool, storage: str = "uint8") -> dict[str, Any]:
