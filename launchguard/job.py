@@ -300,6 +300,7 @@ class JobSpec:
 
     loop: whose training loop ("trainer" | "sft" | "dpo" | "accelerate" | "deepspeed" | "torch"): decides when gradients are clipped
     and outputs dropped; strategy: key of strategies/ ("single" | "ddp" | "zero" | "fsdp1" | "fsdp2").
+    resume: a checkpoint is loaded before the first step; dataloader_workers: processes that load data, for each rank.
     device: key of profiles/devices, "auto", or a byte count; headroom: "10%" or "6GiB"; host_memory: of a node, "auto" or a size;
     allocator_conf: PYTORCH_CUDA_ALLOC_CONF.
     """
@@ -324,6 +325,8 @@ class JobSpec:
     quantization: QuantizationSpec | None = None
     evaluation: EvaluationSpec | None = None
     saving: SavingSpec | None = None
+    resume: bool = False
+    dataloader_workers: int = 0
     compile: bool = False
     device: str = "auto"
     headroom: str = "10%"

@@ -1,4 +1,5 @@
-"""Whether the Trainer writes checkpoints, and of what (transformers 5.24 training_args.py, trainer.py:_save_checkpoint)."""
+"""Whether the Trainer writes checkpoints, and of what (transformers 5.24 training_args.py, trainer.py:_save_checkpoint), and whether it
+begins with one."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from launchguard.job import Origin
 
 
 def apply(sources: Sources) -> None:
-    """Put saving.* of a Trainer's job that saves while it trains or at its end; nothing for one that does not."""
+    """Put saving.* of a Trainer's job that saves while it trains or at its end, nothing for one that does not; resume."""
     args, settings = sources.args, sources.settings
+    resumed = args.stated("resume_from_checkpoint")
+    if resumed is not None and str(resumed.value).lower() not in ("false", "none", ""):
+        settings.put("resume", True, resumed.origin)
     strategy = args.setting("save_strategy")
     called = sources.source.used.get("save_model")
     if strategy is not None and not is_off(strategy.value):

@@ -50,10 +50,6 @@ _NOT_MODELLED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tensor_parallel_size": (lambda value: int(value) > 1, "tensor parallelism"),
     "pipeline_parallel_size": (lambda value: int(value) > 1, "pipeline parallelism"),
     "context_parallel_size": (lambda value: int(value) > 1, "context parallelism"),
-    "resume_from_checkpoint": (
-        lambda value: str(value).lower() not in ("false", "none", ""),
-        "what loading a checkpoint holds is left out; predicted as a fresh start",
-    ),
     "jit_mode_eval": (bool, "TorchScript evaluation"),
 }
 
@@ -240,6 +236,9 @@ def _apply_trainer(sources: Sources) -> None:
     apply_optim(sources)
     evaluation.apply(sources)
     saving.apply(sources)
+    workers = args.setting("dataloader_num_workers")
+    if workers is not None and str(workers.value).isdigit():
+        settings.put("dataloader_workers", int(workers.value), workers.origin)
 
 
 def note_compile(sources: Sources, origin: Origin) -> None:
@@ -320,6 +319,10 @@ def apply_optim_name(sources: Sources, setting: Setting) -> None:
 
 
 def _note_not_modelled(sources: Sources) -> None:
+    resumed = sources.args.stated("resume_from_checkpoint")
+    if resumed is not None and str(resumed.value).lower() not in ("false", "none", "") and not sources.is_trainer:
+        message = "what a hand-written loop holds while it loads a checkpoint is not modelled: predicted as a fresh start"
+        sources.settings.note("LG310", "warning", f"resume_from_checkpoint = {resumed.value}: {message}", resumed.origin)
     for name, (matters, what) in _NOT_MODELLED.items():
         setting = sources.args.stated(name)
         try:

@@ -59,9 +59,9 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "rehearsal", _rehearsal()
     yield (
         "can predict",
-        "single device, DDP, FSDP1, FSDP2, ZeRO 0-3, LoRA; forward, backward, steps, evaluation, save; main memory of a node",
+        "single device, DDP, FSDP1, FSDP2, ZeRO 0-3, LoRA; forward, backward, steps, evaluation, save, resume; main memory of a node",
     )
-    yield "cannot predict yet", "tensor, pipeline, context and expert parallelism; resume; torch.compile's savings"
+    yield "cannot predict yet", "tensor, pipeline, context and expert parallelism; torch.compile's savings"
 
 
 def _rehearsal() -> str:

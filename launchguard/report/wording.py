@@ -46,7 +46,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 _STEPS = {"1": "step 1", "2": "a steady step"}
-_PHASES = {"load": "loading the model", "prepare": "engine set-up", "idle": "between steps"}
+_PHASES = {"load": "loading the model", "prepare": "engine set-up", "resume": "loading a checkpoint", "idle": "between steps"}
 
 
 def phase_name(phase: str) -> str:

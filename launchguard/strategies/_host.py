@@ -1,6 +1,6 @@
 """Host memory of one node: what its ranks hold in main memory, phase by phase. What offloaded ZeRO states need comes from the ZeRO engines.
 
-Left out: the processes' own code and heap, files in the page cache, data loader workers.
+Left out: files in the page cache, what a data set keeps in memory, and what the CUDA driver takes of main memory.
 """
 
 from __future__ import annotations
@@ -11,9 +11,17 @@ from launchguard.events import HostPhase, RankSchedule, StepTrace
 from launchguard.job import JobSpec, ZeroSpec
 from launchguard.profiles import optimizer, state_bytes
 from launchguard.strategies._evaluation import ASSUMED_BATCHES, kept_bytes
-from launchguard.units import ceil_div, dtype_bytes, dtype_name
+from launchguard.strategies._stream import MicroBatch
+from launchguard.units import MIB, ceil_div, dtype_bytes, dtype_name
 
 SAFETENSORS_SHARD = 50_000_000_000  # transformers 5.24 modeling_utils.py:save_pretrained, max_shard_size: one file is copied at a time
+MAPPED_SINCE = 5  # transformers
+# Measured as anonymous memory (RssAnon, Private_Dirty) by tests/strategies/host_worker.py with torch 2.13, transformers 5.24,
+# accelerate 1.15, deepspeed 0.19.8 on Linux; a build for CUDA has more code, which is its files' and shared.
+PROCESS_BYTES = 310 * MIB
+WORKER_BYTES = 10 * MIB
+PREFETCHED = 2  # torch 2.13 utils/data/dataloader.py: batches for each worker
+HOST_PHASES = ("load", "prepare", "resume", "step_1", "step_2", "evaluation", "save")  # in the order in which they come
 Bytes = dict[str, int]
 
 
@@ -25,13 +33,20 @@ def node_phases(job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule
     settled = lasting.get("step_2") or lasting.get("step_1") or lasting.get("prepare") or {}
     phases = {"load": host.load(), "prepare": lasting.get("prepare", {}), "step_1": lasting.get("step_1", {}), "step_2": settled}
     offloaded = host.fsdp_offload(ranks)
+    batches = host.batches(trace)
     for name in ("step_1", "step_2"):
-        phases[name] = {**phases[name], **offloaded}
+        phases[name] = {**phases[name], **offloaded, **batches}
+    if job.resume:
+        phases["resume"] = {**lasting.get("prepare", {}), **offloaded, **host.resume(ranks)}
     if job.evaluation is not None and trace.evaluation is not None:
         phases["evaluation"] = {**settled, **offloaded, **host.evaluation(trace.evaluation, ranks)}
     if job.saving is not None:
         phases["save"] = {**settled, **offloaded, **host.save(ranks)}
-    return [HostPhase(name, {label: n for label, n in found.items() if n > 0}) for name, found in phases.items() if any(found.values())]
+    always = host.processes()
+    return [
+        HostPhase(name, {label: n for label, n in {**found, **always}.items() if n > 0})
+        for name, found in sorted(phases.items(), key=lambda item: HOST_PHASES.index(item[0]))
+    ]
 
 
 def _lasting(schedules: Sequence[RankSchedule], ranks: int) -> dict[str, Mapping[str, int]]:
@@ -51,22 +66,85 @@ class _Host:
         return self.numel * dtype_bytes(dtype)
 
     def load(self) -> Bytes:
-        """from_pretrained puts a whole copy into every rank's main memory (transformers 5.24 modeling_utils.py). Under
-        cpu_ram_efficient_loading only a node's first rank has values, the others meta or untouched memory; under zero.Init only rank 0
-        reads the checkpoint. A quantised model goes to the device tensor by tensor."""
+        """What from_pretrained and the way to the device hold. A checkpoint that keeps its dtype is mapped from its file: its pages are the
+        page cache's, one for all ranks, and go when room is needed, so they are not counted (transformers 5.24 modeling_utils.py:
+        _load_pretrained_model; measured: 2 of 149 MiB). A cast one is a copy for each rank, under cpu_ram_efficient_loading, too: 5.24
+        reads the values on every rank (measured), 4.x on a node's first alone. Under zero.Init rank 0 reads them, the others
+        have meta tensors.
+        A quantised model goes to the device tensor by tensor."""
         if self.job.quantization is not None or self.job.model.config is None:
             return {}
         zero, fsdp = self.job.zero, self.job.fsdp
+        whole = self._whole(self.job.precision.load) if self._is_copied() else 0
         if self.job.strategy == "zero" and zero is not None and zero.stage == 3 and zero.zero_init:
-            return {"checkpoint on rank 0": self._whole(self._checkpoint_dtype())}
-        if fsdp is not None and fsdp.cpu_ram_efficient_loading:
-            return {"model as loaded by one rank": self._whole(self.job.precision.load)}
-        return {f"model as loaded by each of {self.ranks} ranks": self._whole(self.job.precision.load) * self.ranks}
+            return {} if self._is_mapped() else {"checkpoint on rank 0": self._whole(self._checkpoint_dtype() or self.job.precision.load)}
+        if self.job.strategy == "zero" and zero is not None:
+            cast = self._whole(zero.dtype) if dtype_name(zero.dtype) != self.job.precision.load else 0
+            return {f"model as loaded by each of {self.ranks} ranks": max(whole, cast) * self.ranks}
+        whole = max(whole, self._upcast())
+        if fsdp is not None and fsdp.cpu_ram_efficient_loading and not self._is_mapped():
+            return {"model as loaded by one rank": whole}
+        return {f"model as loaded by each of {self.ranks} ranks": whole * self.ranks}
 
-    def _checkpoint_dtype(self) -> str:
+    def _is_mapped(self) -> bool:
+        """Does the installed transformers map files? Read in 5.24; older ones are taken to read them, which is an upper bound."""
+        return int(self.job.versions.get("transformers", "5").split(".")[0]) >= MAPPED_SINCE
+
+    def _is_copied(self) -> bool:
+        return not self._is_mapped() or self._checkpoint_dtype() != self.job.precision.load
+
+    def _checkpoint_dtype(self) -> str | None:
+        """As config.json states it; None if it does not."""
         config = self.job.model.config or {}
         stated = config.get("dtype") or config.get("torch_dtype")
-        return dtype_name(stated) if isinstance(stated, str) else self.job.precision.load
+        return dtype_name(stated) if isinstance(stated, str) else None
+
+    def _upcast(self) -> int:
+        """FSDP2 with mixed precision turns trainable parameters into float32 before they leave the host (accelerate 1.15
+        utils/fsdp_utils.py:fsdp2_prepare_model); FSDP1 does it with shards, on the device."""
+        precision, fsdp = self.job.precision, self.job.fsdp
+        if fsdp is None or fsdp.version != 2 or not fsdp.accelerate_grouping or precision.storage == precision.load:
+            return 0
+        return sum(p.numel * dtype_bytes(precision.storage if p.requires_grad else precision.load) for p in self.params)
+
+    def processes(self) -> Bytes:
+        """What a rank's process and its data loader workers hold beside tensors; workers share the rank's pages until they write."""
+        found = {"processes (Python and libraries)": PROCESS_BYTES * self.ranks}
+        if self.job.dataloader_workers:
+            found["data loader workers"] = WORKER_BYTES * self.job.dataloader_workers * self.ranks
+        return found
+
+    def batches(self, trace: StepTrace) -> Bytes:
+        """Batches that workers have ready: two for each, in shared memory, and the next in pinned memory (torch 2.13 utils/data/
+        dataloader.py: prefetch_factor; dataloader_pin_memory of the Trainer)."""
+        batch = sum(MicroBatch(trace).input_bytes)
+        ready = (PREFETCHED * self.job.dataloader_workers + 1) * batch
+        return {"batches ready for the device": ready * self.ranks}
+
+    def resume(self, ranks: int) -> Bytes:
+        """What is read from a checkpoint before it is copied (transformers 5.24 trainer.py). ZeRO: each rank the whole 16-bit model of
+        stages 0-2, then its own master weights and moments (deepspeed 0.19.8 engine.py:_load_checkpoint, _load_zero_checkpoint, to the
+        CPU). FSDP full: FSDP1 the model on every rank, FSDP2 on rank 0; the moments on rank 0 (accelerate 1.15 utils/fsdp_utils.py);
+        sharded: into the shards. One process alone reads the moments to the host, several to their
+        devices; a model in safetensors is mapped."""
+        zero, fsdp = self.job.zero or ZeroSpec(), self.job.fsdp
+        trained = sum(p.numel for p in self.params if p.requires_grad)
+        saved = self.numel if self.job.lora is None else trained  # of a PEFT model the adapters
+        if self.job.strategy == "zero":
+            model = saved * dtype_bytes(dtype_name(zero.dtype)) * ranks if zero.stage < 3 else 0
+            partition = trained if zero.stage == 0 else ceil_div(trained, self.job.world_size)
+            return {"checkpoint as read by its ranks": max(model, 3 * partition * dtype_bytes("float32") * ranks)}
+        moments = sum(n for p in self.params if p.requires_grad for _, n in self._states(p.shape, self.job.precision.storage))
+        if fsdp is not None and self.job.strategy.startswith("fsdp"):
+            if fsdp.state_dict_type != "FULL_STATE_DICT":
+                return {}
+            readers = ranks if fsdp.version == 1 else 1
+            return {"full state dict as read": max(saved * dtype_bytes(self.job.precision.storage) * readers, moments)}
+        return {"optimizer states as read": moments} if self.job.world_size == 1 else {}
+
+    def _states(self, shape: tuple[int, ...], dtype: str) -> list[tuple[str, int]]:
+        spec = self.job.optimizer
+        return state_bytes(optimizer(spec.name), shape, dtype, spec.params, implementation=spec.implementation)
 
     def fsdp_offload(self, ranks: int) -> Bytes:
         """CPU offload of FSDP: each shard and its gradient in pinned memory, the moments pageable. FSDP2 pins parameter by parameter, and
@@ -78,13 +156,7 @@ class _Host:
         shards = [(ceil_div(p.numel, self.shards), p.requires_grad) for p in self.params]
         pinned = sum(_power_of_two(n * dtype_bytes(dtype)) for n, _ in shards)
         gradients = sum(_power_of_two(n * dtype_bytes(dtype)) for n, trainable in shards if trainable)
-        profile = optimizer(self.job.optimizer.name)
-        states = sum(
-            nbytes
-            for n, trainable in shards
-            if trainable
-            for _, nbytes in state_bytes(profile, (n,), dtype, self.job.optimizer.params, implementation=self.job.optimizer.implementation)
-        )
+        states = sum(nbytes for n, trainable in shards if trainable for _, nbytes in self._states((n,), dtype))
         return {
             "offloaded parameter shards (pinned)": pinned * ranks,
             "offloaded gradient shards (pinned)": gradients * ranks,

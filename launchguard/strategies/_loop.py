@@ -9,6 +9,7 @@ from launchguard.job import TRAINER_LOOPS, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._evaluation import Evaluation
 from launchguard.strategies._stream import MicroBatch, MicroBatchHooks, Stream
+from launchguard.strategies.optimizer_step import OptimizerStates, numel
 from launchguard.units import MIB, dtype_bytes
 
 STEPS = 3  # the first creates optimizer states, the second is ZeRO-3's first with a complete trace, the third is steady
@@ -30,6 +31,17 @@ class Engine(MicroBatchHooks):
 
     def prepare(self) -> None:
         """Wrap, shard, initialise the engine."""
+
+    def resume(self) -> None:
+        """A checkpoint is loaded before the first step: weights are copied into the parameters that are there from the host, tensor by
+        tensor; optimizer states are new tensors (transformers 5.24 trainer.py:_load_optimizer_and_scheduler; several ranks map the file
+        to the device, where load_state_dict then takes its tensors as they are: the same bytes)."""
+        for states in self.optimizer_states():
+            states.load_state_dict()
+
+    def optimizer_states(self) -> Sequence[OptimizerStates]:
+        """States that live on the device, by optimizer."""
+        return ()
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before forward; last: gradients are synchronised in this one's backward."""
@@ -128,6 +140,9 @@ def run_job(engine: Engine) -> Stream:
     engine.load()
     stream.phase("prepare")
     engine.prepare()
+    if job.resume:
+        stream.phase("resume")
+        engine.resume()
     count = min(job.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     for n in range(1, STEPS + 1):
         name = str(min(n, 2))  # phases "forward_1" ... of the first optimizer step, "forward_2" ... of all later ones
@@ -153,6 +168,16 @@ def evaluate(engine: Engine) -> None:
     spec, trace = engine.job.evaluation, engine.trace.evaluation
     if spec is not None and trace is not None:
         Evaluation(engine.stream, spec, trace, engine.job.world_size).run(engine.evaluation_hooks())
+
+
+def init_optim_state(engine: Engine) -> None:
+    """torch.distributed.checkpoint makes the states that it will fill by a step with gradients of zero (torch 2.13
+    distributed/checkpoint/state_dict.py:_init_optim_state)."""
+    for states in engine.optimizer_states():
+        sizes = [numel(t[0]) * dtype_bytes(t[1]) for group in states.groups for t in group] if states.on_device else []
+        zeros = [engine.stream.alloc(n, Category.GRADIENTS, "zero gradients") for n in sizes]
+        states.step()
+        engine.stream.free(*zeros)
 
 
 def schedule_of(engine: Engine, ranks: tuple[int, ...]) -> RankSchedule:

@@ -116,6 +116,9 @@ class ZeroEngine(Engine):
         modules = self.trace.modules
         return {i: low if modules[p.module].cls in _AUTOCAST_MODULES else self.dtype for i, p in enumerate(self.trace.params)}
 
+    def optimizer_states(self) -> list[OptimizerStates]:
+        return self.optimizers
+
     # gradients -----------------------------------------------------------------------------------------------------
     def own(self, handle: int) -> Storage:
         return Storage(self.stream, handle)

@@ -362,6 +362,24 @@ class Fsdp1Engine(Engine):
                 self.stream.touch(h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
                 self.stream.free(gathered)
 
+    def optimizer_states(self) -> list[OptimizerStates]:
+        return [self.optimizer] if self.optimizer is not None else []
+
+    def resume(self) -> None:
+        """A full state dict is copied into units that are whole in full precision, the root all the while (torch 2.13 _state_dict_utils.py:
+        _full_pre_load_state_dict_hook); rank 0 sends each unit's optimizer states whole, and a shard is kept (_optim_utils.py:
+        _broadcast_processed_state, _shard_orig_param_state). Sharded ones are read into the shards."""
+        if self.spec.state_dict_type == "FULL_STATE_DICT" and not self.replicated:
+            *units, root = self.handles
+            whole = self.stream.alloc(root.full * dtype_bytes(root.stored), Category.COMMUNICATION, "whole unit", UNSHARD_STREAM)
+            for h in units:
+                self.stream.touch(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "whole unit", UNSHARD_STREAM)
+            self.stream.free(whole)
+            for h in self.handles:
+                if h.trainable and not self.spec.offload_params:
+                    self.stream.touch(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "broadcast optimizer state")
+        super().resume()
+
     def zero_grad(self) -> None:
         """With use_orig_params zero_grad drops views only; the flat shard goes at the next root pre-forward
         (_flat_param.py:_reset_flat_param_grad_info_if_needed)."""

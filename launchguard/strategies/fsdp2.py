@@ -12,7 +12,7 @@ from launchguard.events import Category, RankSchedule, StepTrace
 from launchguard.fsdp_units import Unit, peft_policy, units_of
 from launchguard.job import FsdpSpec, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
-from launchguard.strategies._loop import Engine, schedule_of
+from launchguard.strategies._loop import Engine, init_optim_state, schedule_of
 from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor, clip_grad_norm, parameter_groups
 from launchguard.units import ceil_div, dtype_bytes
 
@@ -337,6 +337,20 @@ class Fsdp2Engine(Engine):
         states = self.trainable * 2 if spec.optimizer else []
         for i in (*range(len(self.trace.params)), *states):
             self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.COMMUNICATION, "gathered state dict")
+
+    def optimizer_states(self) -> list[OptimizerStates]:
+        return [self.optimizer] if self.optimizer is not None else []
+
+    def resume(self) -> None:
+        """Optimizer states are made by a step first, then filled (accelerate 1.15 utils/fsdp_utils.py:load_fsdp_optimizer). A full state
+        dict is sent from rank 0 tensor by tensor, model and moments alike (torch 2.13 distributed/_state_dict_utils.py:
+        _broadcast_state_dict); sharded ones are read into the shards."""
+        full = self.spec.state_dict_type == "FULL_STATE_DICT" and self.shards > 1
+        for i in range(len(self.trace.params)) if full else ():
+            self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.COMMUNICATION, "broadcast state dict")
+        init_optim_state(self)
+        for i in self.trainable * 2 if full else ():
+            self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.COMMUNICATION, "broadcast state dict")
 
     def zero_grad(self) -> None:
         for g in self.groups:

@@ -39,6 +39,7 @@ class OptimizerStates:
         self.stream, self.spec, self.groups, self.on_device = stream, spec, [list(g) for g in groups if g], on_device
         self.profile = optimizer(spec.name)
         self.created = False
+        self.handles: list[int] = []
         if self.profile.created == "construction":
             for group in self.groups:
                 self._create(group)
@@ -49,7 +50,16 @@ class OptimizerStates:
             return
         for tensor in group:
             for name, nbytes in self._states(SteppedTensor(*tensor)):
-                self.stream.alloc(nbytes, Category.OPTIMIZER_STATES, name)
+                self.handles.append(self.stream.alloc(nbytes, Category.OPTIMIZER_STATES, name))
+
+    def load_state_dict(self) -> None:
+        """States of a checkpoint come to the device tensor by tensor; those that are there go when all have come (torch 2.13
+        optim/optimizer.py:load_state_dict builds a new dict of states)."""
+        old, self.handles = self.handles, []
+        for group in self.groups:
+            self._create(group)
+        self.stream.free(*old)
+        self.created = True
 
     def _states(self, tensor: SteppedTensor) -> list[tuple[str, int]]:
         how, quantized = self.spec.implementation, not tensor.full_precision

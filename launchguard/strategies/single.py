@@ -25,6 +25,9 @@ class SingleEngine(Engine):
     def prepare(self) -> None:
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, self.parameter_groups())
 
+    def optimizer_states(self) -> list[OptimizerStates]:
+        return [self.optimizer] if self.optimizer is not None else []
+
     def parameter_groups(self) -> list[list[SteppedTensor]]:
         params, modules, trainer = self.trace.params, self.trace.modules, self.job.loop in TRAINER_LOOPS
         embedding = [trainer and modules[params[i].module].cls == "Embedding" for i in self.trainable]

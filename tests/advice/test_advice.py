@@ -139,11 +139,13 @@ def test_an_evaluation_that_is_too_large_is_bounded(make_job: MakeJob) -> None:
     ids=["load", "save"],
 )
 def test_a_short_host_loads_on_one_rank_and_saves_in_shards(make_job: MakeJob, changes: dict[str, Any], copies: float, code: str) -> None:
-    """Two nodes of two ranks: two copies at load; both moments, as large as two copies, on rank 0 when a full state dict is saved."""
+    """Two nodes of two ranks: two copies at load (with transformers 4); both moments, as large as two copies, on rank 0 when a full state
+    dict is saved."""
     job = make_job(ranks=4, loop="trainer", strategy="fsdp2", fsdp=FsdpSpec(version=2, wrap_policy="TRANSFORMER_BASED_WRAP"))
-    job = job.changed({"launch": dataclasses.replace(job.launch, nnodes=2, nproc_per_node=2)})
-    copy = Simulator(job).simulate(job).host[0].peak_bytes / 2
-    job = job.changed({**changes, "host_memory": str(int(copies * copy))})
+    job = job.changed({"launch": dataclasses.replace(job.launch, nnodes=2, nproc_per_node=2), "versions": {"transformers": "4.57.6"}})
+    breakdown = Simulator(job).simulate(job).host[0].breakdown
+    copy, processes = breakdown["model as loaded by each of 2 ranks"] / 2, breakdown["processes (Python and libraries)"]
+    job = job.changed({**changes, "host_memory": str(int(processes + copies * copy))})
     simulator = Simulator(job)
     verdict = simulator.simulate(job)
     assert verdict.verdict == "exceeds" and verdict.ranks[0].oom is None

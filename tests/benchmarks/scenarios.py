@@ -49,6 +49,8 @@ _KEYS = {"source", "kind", "verdict", "phase", "diagnostics", "values", "request
 _PREDICTED = ("fits", "exceeds", "unknown")
 _FAMILY_OF = {"load": "load", "prepare": "init", "forward": "forward", "backward": "backward", "step": "step", "idle": "step",
               "eval": "eval", "evaluation": "eval", "evaluate": "eval", "save": "save", "resume": "resume", "host": "host"}  # fmt: skip
+_ORDER = ("load", "prepare", "resume", "forward_1", "backward_1", "step_1", "idle", "forward_2", "backward_2", "step_2", "evaluation",
+          "save")  # fmt: skip
 _SIZE_TOLERANCE = 0.02  # a message prints three digits, and allocations are rounded up to 2 MiB
 
 
@@ -157,15 +159,17 @@ def answer_of(outcome: Outcome) -> Answer:
         return Answer(verdict.verdict, "", codes, values, "; ".join(verdict.confidence.reasons))
     worst = worst_rank(verdict.ranks)
     phase, module = (worst.oom.phase, worst.oom.module) if worst.oom is not None else (worst.peak.name, worst.peak.module)
-    family = "host" if _only_host_fails(verdict) else family_of(phase, module)
+    family = "host" if _host_fails_first(verdict, phase if worst.oom is not None else None) else family_of(phase, module)
     where = f"{phase}{' at ' + module if module else ''}"
     headline = f"{verdict.verdict}: {worst.peak.device_bytes / GIB:.1f} of {verdict.device.budget_bytes / GIB:.1f} GiB, {where}"
     return Answer(verdict.verdict, family, codes, values, headline, worst.oom.requested_bytes if worst.oom else 0)
 
 
-def _only_host_fails(verdict: Verdict) -> bool:
-    over = any(node.budget_bytes is not None and node.peak_bytes > node.budget_bytes for node in verdict.host)
-    return over and all(rank.oom is None for rank in verdict.ranks)
+def _host_fails_first(verdict: Verdict, phase: str | None) -> bool:
+    """Is main memory exceeded before the device is? A job dies once; launchguard says both. phase: where the device fails, None if it
+    does not."""
+    over = [node.phase for node in verdict.host if node.budget_bytes is not None and node.peak_bytes > node.budget_bytes]
+    return bool(over) and (phase is None or _ORDER.index(over[0]) <= _ORDER.index(phase))
 
 
 def family_of(phase: str, module: str) -> str:

@@ -36,6 +36,18 @@ def test_state_dict_type_of_the_trainer(work: Any) -> None:
     assert job.fsdp.state_dict_type == "SHARDED_STATE_DICT" and str(job.origin("fsdp.state_dict_type")) == "f.json:state_dict_type"
 
 
-def test_resuming_is_said_not_to_be_modelled(work: Any, codes: Any) -> None:
-    assert "LG310" in codes(work.resolve(f"python {BASE} --resume_from_checkpoint out/checkpoint-5"))
-    assert "LG310" not in codes(work.resolve(f"python {BASE} --resume_from_checkpoint False"))
+def test_resuming_is_read(work: Any, codes: Any) -> None:
+    job = work.resolve(f"python {BASE} --resume_from_checkpoint out/checkpoint-5")
+    assert job.resume and "LG310" not in codes(job) and str(job.origin("resume")) == "command line:--resume_from_checkpoint"
+    assert not work.resolve(f"python {BASE} --resume_from_checkpoint False").resume
+
+
+def test_a_hand_written_loop_resumes_in_its_own_way(work: Any, codes: Any) -> None:
+    work.write("loop.py", "from accelerate import Accelerator\naccelerator = Accelerator()\n")
+    job = work.resolve("accelerate launch --num_processes 2 loop.py --model_name_or_path m --resume_from_checkpoint out")
+    assert not job.resume and "LG310" in codes(job)
+
+
+def test_data_loader_workers(work: Any) -> None:
+    assert work.resolve(f"python {BASE} --dataloader_num_workers 4").dataloader_workers == 4
+    assert work.resolve(f"python {BASE}").dataloader_workers == 0
