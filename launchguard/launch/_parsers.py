@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import re
@@ -16,11 +17,17 @@ T = TypeVar("T")
 
 def library(module: str, distribution: str) -> Any:
     """A module of an installed library, imported now. Raises InputError with the pip command when it is not there."""
+    collecting = gc.isenabled()
+    gc.disable()  # an import makes many objects and no garbage
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"{distribution} cannot be imported, so its launch line cannot be read ({error})",
                          where=module, help=f"pip install {distribution}") from error  # fmt: skip
+    finally:
+        gc.freeze()  # what it made stays: later collections need not look at it
+        if collecting:
+            gc.enable()
 
 
 def without_exit(parse: Callable[[], T], launcher: str) -> T:
