@@ -78,10 +78,7 @@ def check(command: tuple[str, ...], **options: Any) -> int:
     """Predict a launch command and report: launchguard check [options] -- accelerate launch train.py ..."""
     outcome = _predict(command, options)
     _report(outcome, options, answer_only=options["quiet"])
-    verdict = outcome.verdict.verdict
-    if verdict == "unknown":
-        return UNKNOWN if options["strict"] else FITS
-    return EXCEEDS if verdict == "exceeds" else FITS
+    return _verdict_code(outcome.verdict.verdict, options["strict"])
 
 
 @cli.command(context_settings=PASS_THROUGH)
@@ -151,9 +148,13 @@ def rehearse(command: tuple[str, ...], **options: Any) -> int:
     verdict = outcome.verdict
     if any(note.code == "LG105" for note in verdict.notes):
         return SCRIPT_FAILED
-    if verdict.verdict == "unknown":
-        return UNKNOWN if options["strict"] else FITS
-    return EXCEEDS if verdict.verdict == "exceeds" else FITS
+    return _verdict_code(verdict.verdict, options["strict"])
+
+
+def _verdict_code(verdict: str, strict: bool) -> int:
+    if verdict == "unknown":
+        return UNKNOWN if strict else FITS
+    return EXCEEDS if verdict == "exceeds" else FITS
 
 
 def _interrupted_by(*numbers: int) -> None:

@@ -71,7 +71,7 @@ REHEARSAL_DEFAULTS = {"steps": 2, "time_limit": 600.0}
 def rehearse(argv: Sequence[str], env: Mapping[str, str], cwd: str, options: Mapping[str, Any], progress: Progress) -> Outcome:
     """Run the launch command's script on virtual cards, some steps, some ranks. This executes the user's code.
     options: those of `launchguard rehearse`. Raises InputError, NotTold where a rehearsal is not possible here."""
-    spec = launch.parse(argv, env, cwd, gpus_per_node=options.get("gpus_per_node"))
+    spec = launch.parse(argv, env, cwd, gpus_per_node=configs.gpus_per_node(options, cwd))
     job, known = _job_of(spec, options)
     if not known:
         job = dataclasses.replace(job, device=options.get("device") or "auto")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from launchguard.job import JobSpec, Note
 from launchguard.profiles import DeviceProfile, devices
 from launchguard.rehearsal.record import RankRecord
-from launchguard.units import GIB
+from launchguard.units import gib
 from launchguard.verdict import Confidence, DeviceBudget, Outside, PhaseBytes, RankPrediction, Verdict, breakdown, causes_of, worst_rank
 
 SHOWN_DEVICES = 3
@@ -120,11 +120,5 @@ def _would_fit(worst: RankPrediction, device: DeviceProfile) -> list[Note]:
     outside = worst.peak.device_bytes - worst.peak.reserved_bytes - device.context_bytes
     fitting = [d for d in devices() if d.vendor == "nvidia" and d.total_bytes - d.context_bytes - outside >= worst.peak.reserved_bytes]
     names = [d.name for d in sorted(fitting, key=lambda d: d.total_bytes)][:SHOWN_DEVICES]
-    need = f"{worst.peak.device_bytes / GIB:.1f} GiB"
-    return [
-        Note(
-            "LG122",
-            "info",
-            f"without a limit it needs {need}" + (f"; the smallest cards that hold it: {', '.join(names)}" if names else ""),
-        )
-    ]
+    cards = f"; the smallest cards that hold it: {', '.join(names)}" if names else ""
+    return [Note("LG122", "info", f"without a limit it needs {gib(worst.peak.device_bytes)}{cards}")]

@@ -35,7 +35,7 @@ HEADER_WHEELS = {  # where no CUDA headers are installed: the two wheels that ho
     12: ("nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12"),
     13: ("nvidia-cuda-runtime~=13.0", "nvidia-cuda-crt~=13.0"),
 }
-DEFINITION = re.compile(r"^[A-Za-z_][\w *]*?\b(\w+)\(", re.M)
+DEFINITION = re.compile(r"^[A-Za-z_][\w *]*?\b(\w+)\(")
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,13 @@ def build(target: Target, cache: Path) -> Stubs:
     folder = cache / "rehearsal" / _key(target)
     if not (folder / "PRELOAD").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as work:  # it moves away
             _build(target, Path(work), cache)
             try:
                 os.rename(work, folder)
             except OSError:  # another process was faster
                 if not (folder / "PRELOAD").is_file():
                     raise
-            os.makedirs(work, exist_ok=True)
     names = (folder / "PRELOAD").read_text().split()
     preload = tuple(folder / name for name in names)
     return Stubs(folder, preload, next(path for path in preload if path.name.startswith("libcudart")))
@@ -154,15 +153,12 @@ def find_compiler() -> list[str]:
 
 def _compile(compiler: Sequence[str], include: Path, folder: Path, soname: str, symbols: set[Symbol], sources: Sequence[Path]) -> None:
     """One shared library: its sources with behaviour, special cases from libraries.c, and a `return 0` for everything else."""
-    compile_shared = [*compiler, "-w", "-shared", "-fPIC", "-O2", f"-I{include}", "-lpthread"]
+    compile_shared = [*compiler, "-w", "-shared", "-fPIC", "-O2", f"-I{include}", f"-I{STUBS}", "-lpthread"]
     defined = _defined_by(compile_shared, folder / f"{soname}.probe", sources) if sources else set()
     special = _definitions(STUBS / "libraries.c")
     names = sorted({symbol.name for symbol in symbols} - defined)
     stub = folder / f"{soname}.c"
-    head = (
-        "unsigned long long vcard_handle(void);\nstatic int new_handle(void **h) { *h = (void *)(0x100000 + vcard_handle()); return 0; }\n"
-    )
-    stub.write_text(head + "".join(special.get(name, f"long {name}(void) {{ return 0; }}") + "\n" for name in names))
+    stub.write_text('#include "handles.h"\n' + "".join(special.get(name, f"long {name}(void) {{ return 0; }}") + "\n" for name in names))
     command = [*compile_shared, "-o", str(folder / soname), *map(str, sources), str(stub), f"-Wl,-soname,{soname}"]
     script = _version_script(symbols, own=soname.startswith("libcudart"))
     if script:

@@ -150,9 +150,9 @@ def distinct_ranks(launch: LaunchSpec, asked: str | None) -> tuple[int, ...]:
         ranks = tuple(sorted({int(text) for text in asked.split(",")}))
     except ValueError:
         raise InputError(f"not a list of ranks: {asked!r}", where="--ranks", help="write numbers: --ranks 0,3") from None
-    if ranks[0] < 0 or ranks[-1] >= launch.world_size:
-        outside = next(rank for rank in ranks if not 0 <= rank < launch.world_size)
-        raise InputError(f"rank {outside} does not exist in a world of {launch.world_size}",
+    outside = [rank for rank in ranks if not 0 <= rank < launch.world_size]
+    if outside:
+        raise InputError(f"rank {outside[0]} does not exist in a world of {launch.world_size}",
                          where="--ranks", help=f"give ranks from 0 to {launch.world_size - 1}")  # fmt: skip
     return ranks
 

@@ -25,10 +25,10 @@ from launchguard import launch
 from launchguard.profiles import device
 from launchguard.rehearsal import build, run, target
 from launchguard.rehearsal.record import RankRecord
+from launchguard.rehearsal.stand_in import OPTIMIZERS, SCRIPT
 from launchguard.trace.cache import cache_dir
+from launchguard.units import dtype_name
 
-JOB = Path(run.__file__).parent / "inside" / "synthetic_job.py"
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NO_STOP = 1_000_000  # the job ends by itself after three steps
 Case = dict[str, Any]
 
@@ -47,7 +47,7 @@ def spec_of(case: Case, folder: Path) -> dict[str, Any]:
     script, plain = inputs.get("script") or {}, (inputs.get("script") or {}).get("torch") or {}
     wrap = {k: v for k, v in plain.items() if k not in ("wrap", "clip", "set_to_none", "mp", "reduce")}
     if "mp" in plain:
-        wrap |= {"param_dtype": DTYPES[plain["mp"]], "reduce_dtype": DTYPES[plain.get("reduce", plain["mp"])]}
+        wrap |= {"param_dtype": dtype_name(plain["mp"]), "reduce_dtype": dtype_name(plain.get("reduce", plain["mp"]))}
     training = dict(inputs.get("training_arguments") or {})
     if inputs.get("ds_config") and inputs["entry"] in ("trainer", "sft"):
         training["deepspeed"] = inputs["ds_config"]
@@ -58,7 +58,7 @@ def spec_of(case: Case, folder: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": case["grad_accum"], "lora": script.get("lora"), "training_arguments": training,
         "quantization": {"method": "nf4", "double_quant": True} if script.get("quantize") else None,
         "ds_config": inputs.get("ds_config"), "wrap": plain.get("wrap"), "wrap_options": wrap,
-        "autocast": DTYPES.get(script.get("autocast")),
+        "autocast": dtype_name(script["autocast"]) if script.get("autocast") else None,
         "grad_scaler": script.get("grad_scaler"), "max_grad_norm": plain.get("clip") or script.get("clip"),
         "zero_grad_set_to_none": plain.get("set_to_none", True), "optimizer": _optimizer(case),
         "mask": "mask" not in script or script["mask"],
@@ -83,8 +83,7 @@ def _optimizer(case: Case) -> dict[str, Any] | None:
     if case["inputs"]["entry"] in ("trainer", "sft") or "optimizer" in (case["inputs"].get("ds_config") or {}):
         return None
     name, how = case["optimizer"]["name"], case["optimizer"]["impl"]
-    torch_names = {"adamw": "AdamW", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad", "adafactor": "Adafactor"}
-    return {"name": torch_names[name], **({"fused": True} if how == "fused" else {})}
+    return {"name": OPTIMIZERS[name], **({"fused": True} if how == "fused" else {})}
 
 
 def rehearse(case: Case, folder: Path, python: str, stubs: build.Stubs) -> RankRecord:
@@ -95,7 +94,7 @@ def rehearse(case: Case, folder: Path, python: str, stubs: build.Stubs) -> RankR
                       max_threads_per_sm=2048 if capability[1] == "0" else 1024 if capability == ["7", "5"] else 1536)  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         (Path(work) / "spec.json").write_text(json.dumps(spec_of(case, folder)))
-        command = ["python", str(JOB), "spec.json"]
+        command = ["python", str(SCRIPT), "spec.json"]
         accelerate = case["inputs"].get("accelerate_config")
         if accelerate:
             (Path(work) / "accelerate.yaml").write_text(yaml.safe_dump(accelerate))

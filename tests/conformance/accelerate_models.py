@@ -1,4 +1,4 @@
-"""Small modules for test_accelerate_loop.py, which the tracer builds by "accelerate_models:NAME". Linear layers and GELU only: for these the
+"""Small modules for test_accelerate_loop.py, which the tracer builds by "accelerate_models:NAME". Linear layers and GELU only: for them the
 autocast lists of CPU and CUDA agree (torch 2.13 aten/src/ATen/autocast_mode.h), and no kernel needs scratch."""
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ left out of its states.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +22,7 @@ from launchguard.profiles import OptimizerProfile, optimizer, optimizers, state_
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from live_bytes import Live  # noqa: E402
 from transformers.training_args import OptimizerNames  # noqa: E402
 
 LIMIT = "states 0 B, step 6 % + 8 KiB"
@@ -75,36 +73,6 @@ def pieces(value: Any) -> list[Any]:
 def real_bytes(real: Any, param: Any) -> int:
     held = [(name, piece) for name, value in state_of(real, param).items() for piece in pieces(value)]
     return sum(p.untyped_storage().nbytes() for name, p in held if not name.startswith("qmap"))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that ops inside the mode make, at their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._enter(tensor.untyped_storage(), before)
-        return out
-
-    def _enter(self, storage: Any, before: set[int]) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in before or key in self.known:
-            return
-        self.known.add(key)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._leave, key, nbytes)
-
-    def _leave(self, key: int, nbytes: int) -> None:
-        self.known.discard(key)
-        self.live -= nbytes
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -256,7 +224,7 @@ def test_temporaries_of_the_real_step(profile: OptimizerProfile, how: str, decay
         step(real, params)
     for param in params:
         param.grad = torch.ones_like(param)
-    with LiveBytes() as measured:
+    with Live() as measured:
         real.step()
     one = params[0].numel() * 4
     ours = temporary_bytes(profile, how, 8 * one, one, arguments)

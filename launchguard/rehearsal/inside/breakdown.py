@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from launchguard.rehearsal.inside.phases import Recorder, _now_us
+from launchguard.rehearsal.inside.phases import Recorder, now_us
 
 MAX_EVENTS = 4_000_000
 DEEPSPEED_GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")  # runtime/zero/stage3.py, stage_1_and_2.py
@@ -34,7 +34,7 @@ class Breakdown:
             address = _address(tensor)
             if address:
                 known.setdefault(address, category)
-        self.tags.append((_now_us(), known))
+        self.tags.append((now_us(), known))
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         root = self.recorder.root
@@ -64,20 +64,18 @@ class Breakdown:
 
     def _explained(self, history: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, int]]:
         times = [t for t, _ in self.recorder.marks]
+        last_forward = max((i for i, (_, phase) in enumerate(self.recorder.marks) if phase.startswith("forward")), default=0)
         for block in _live_at_peak(history):
             made = self._mark_at(block["made"], times)
             tag = self._tag_of(block)
-            yield tag or self._untagged(block, made, times), f"made in {made}", block["bytes"]
+            yield tag or self._untagged(block, made, times, last_forward), f"made in {made}", block["bytes"]
 
-    def _untagged(self, block: Mapping[str, Any], made: str, times: list[int]) -> str:
+    def _untagged(self, block: Mapping[str, Any], made: str, times: list[int], last_forward: int) -> str:
         """Made in forward and freed in a later phase (or still there at the end, in the step that failed): kept for backward."""
-        if block["freed"] is None and bisect.bisect_right(times, block["made"]) < self._last_forward():
+        if block["freed"] is None and bisect.bisect_right(times, block["made"]) < last_forward:
             return "overhead"  # a workspace that stays
         until = self._mark_at(block["freed"], times) if block["freed"] else "the end"
         return "activations" if made.startswith("forward") and until != made else "temporaries"
-
-    def _last_forward(self) -> int:
-        return max((i for i, (_, phase) in enumerate(self.recorder.marks) if phase.startswith("forward")), default=0)
 
     def _mark_at(self, time: int, times: list[int]) -> str:
         return self.recorder.marks[max(bisect.bisect_right(times, time) - 1, 0)][1]

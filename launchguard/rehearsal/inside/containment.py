@@ -44,7 +44,7 @@ class Containment:
         self.kept: list[str] = []  # what the script would have deleted or moved
         self.written: list[str] = []
         self._real = {name: getattr(os, name) for name in ("stat", "lstat", "mkdir", "listdir", "scandir", "remove", "rmdir", "access")}
-        self._open, self._save = builtins.open, torch.save
+        self._open = builtins.open
 
     # -------------------------------------------------------- paths
     def covers(self, path: Any) -> bool:

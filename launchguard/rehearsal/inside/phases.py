@@ -34,7 +34,7 @@ class Recorder:
         self.device, self.max_steps = device, max_steps
         self.phase, self.depth, self.steps = "load", 0, 0
         self.phases: dict[str, Peaks] = {}
-        self.marks: list[tuple[int, str]] = [(_now_us(), "load")]  # when which phase began, for the breakdown
+        self.marks: list[tuple[int, str]] = [(now_us(), "load")]  # when which phase began, for the breakdown
         self.root: torch.nn.Module | None = None
         self.names: dict[int, str] = {}
         self.module = ""
@@ -72,7 +72,7 @@ class Recorder:
         self.flush()
         self.phase = f"{name}_{self.steps + 1}" if name in NUMBERED else name
         self.phases.setdefault(self._row(), Peaks()).calls += 1
-        self.marks.append((_now_us(), self._row()))
+        self.marks.append((now_us(), self._row()))
         for hook in self.on_phase:
             hook()
 
@@ -183,5 +183,5 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _now_us() -> int:
+def now_us() -> int:
     return time.time_ns() // 1000
