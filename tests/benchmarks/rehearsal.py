@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +31,7 @@ from launchguard.trace.cache import cache_dir
 from launchguard.units import dtype_name
 
 NO_STOP = 1_000_000  # the job ends by itself after three steps
+PARSING = threading.Lock()  # a launcher is parsed with its library imported and os.environ replaced: one at a time
 Case = dict[str, Any]
 
 
@@ -101,10 +103,11 @@ def rehearse(case: Case, folder: Path, python: str, stubs: build.Stubs) -> RankR
             command = ["accelerate", "launch", "--config_file", "accelerate.yaml", *command[1:]]
         elif world > 1:
             command = ["torchrun", "--nproc_per_node", str(min(8, world)), "--nnodes", str(max(1, world // 8)), *command[1:]]
-        env = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"} | {"OMP_NUM_THREADS": "1"}
-        if case["allocator"]:
-            env["PYTORCH_CUDA_ALLOC_CONF"] = case["allocator"]
-        launched = launch.parse(command, env, work, gpus_per_node=min(8, world))
+        with PARSING:
+            env = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"} | {"OMP_NUM_THREADS": "1"}
+            if case["allocator"]:
+                env["PYTORCH_CUDA_ALLOC_CONF"] = case["allocator"]
+            launched = launch.parse(command, env, work, gpus_per_node=min(8, world))
         if world == 1:  # one process, also where DeepSpeed's own rank variables are wanted
             launched = replace(launched, environment={**launched.environment, **_alone(case)})
         plan = run.Plan(launched, profile, virtual["total_bytes"], (case["inputs"]["launch"]["rank"],), python, stubs,
