@@ -49,3 +49,9 @@ def positive(setting: Setting) -> int:
         raise InputError(f"{setting.origin.key.lstrip('-')} is {setting.value}, not a positive number", where=str(setting.origin),
                          help="give 1 or more")  # fmt: skip
     return number
+
+
+def choice(value: Any) -> str:
+    """ "steps" of "steps" and of IntervalStrategy.STEPS; "no" for none, as YAML 1.1 reads a bare `no` as false."""
+    text = str(getattr(value, "value", value)).rsplit(".", 1)[-1].lower()
+    return "no" if text in ("false", "none", "") else text

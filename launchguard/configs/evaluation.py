@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from launchguard.configs._sources import Sources, positive
+from launchguard.configs._sources import Sources, choice, positive
 from launchguard.job import Origin, Setting
 from launchguard.units import ceil_div
 
-_OFF = ("no", "false", "none", "")  # YAML 1.1 reads a bare `no` as false
 _SAMPLE_LIMITS = ("max_eval_samples", "max_val_samples", "max_validation_samples")
 
 
@@ -56,7 +55,7 @@ def _when(sources: Sources) -> Setting | None:
 
 def is_off(strategy: Any) -> bool:
     """True for an interval strategy of "no", however it is spelled ("IntervalStrategy.NO", YAML's false)."""
-    return str(getattr(strategy, "value", strategy)).rsplit(".", 1)[-1].lower() in _OFF
+    return choice(strategy) == "no"
 
 
 def _loss_only(sources: Sources) -> Setting:

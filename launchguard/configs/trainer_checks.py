@@ -3,9 +3,7 @@ trainer.py:Trainer._validate_args), in its own words: read from its source, for 
 
 from __future__ import annotations
 
-from typing import Any
-
-from launchguard.configs._sources import Sources
+from launchguard.configs._sources import Sources, choice
 from launchguard.errors import InputError
 
 _WITH_EVALUATION = ("reduce_lr_on_plateau", "greedy")
@@ -18,12 +16,6 @@ def refuse(sources: Sources) -> None:
     _save_only_model(sources)
 
 
-def _name(value: Any) -> str:
-    """ "steps" of "steps" and of IntervalStrategy.STEPS; YAML 1.1 reads a bare `no` as false."""
-    text = str(getattr(value, "value", value)).rsplit(".", 1)[-1].lower()
-    return "no" if text in ("false", "none", "") else text
-
-
 def _fail(sources: Sources, argument: str, reason: str, help_: str) -> None:
     stated = sources.args.stated(argument)
     raise InputError(reason, where=str(stated.origin if stated else argument), help=help_, code="LG261")
@@ -34,10 +26,10 @@ def _numbers(sources: Sources) -> None:
     workers, factor = args.get("dataloader_num_workers", default=0), args.stated("dataloader_prefetch_factor")
     if factor is not None and factor.value is not None and workers == 0:
         _fail(sources, "dataloader_prefetch_factor", "dataloader_prefetch_factor needs dataloader_num_workers > 0", "give both, or neither")
-    if _name(args.get("logging_strategy", default="steps")) == "steps" and args.get("logging_steps", default=500) == 0:
+    if choice(args.get("logging_strategy", default="steps")) == "steps" and args.get("logging_steps", default=500) == 0:
         _fail(sources, "logging_steps", "logging_strategy steps requires non-zero logging_steps", "give 1 or more")
-    scheduler = _name(args.get("lr_scheduler_type", default="linear"))
-    if scheduler in _WITH_EVALUATION and _name(args.get("eval_strategy", default="no")) == "no":
+    scheduler = choice(args.get("lr_scheduler_type", default="linear"))
+    if scheduler in _WITH_EVALUATION and choice(args.get("eval_strategy", default="no")) == "no":
         _fail(sources, "lr_scheduler_type", f"lr_scheduler_type {scheduler} requires an eval strategy", "set eval_strategy")
     warmup = args.get("warmup_steps", default=0)
     if isinstance(warmup, (int, float)) and warmup < 0:
@@ -48,7 +40,7 @@ def _best_model(sources: Sources) -> None:
     args = sources.args
     if not args.get("load_best_model_at_end"):
         return
-    evaluates, saves = _name(args.get("eval_strategy", default="no")), _name(args.get("save_strategy", default="steps"))
+    evaluates, saves = choice(args.get("eval_strategy", default="no")), choice(args.get("save_strategy", default="steps"))
     if saves != "best" and evaluates != saves:
         reason = f"load_best_model_at_end requires the save and eval strategy to match: eval_strategy {evaluates}, save_strategy {saves}"
         _fail(sources, "load_best_model_at_end", reason, "make them equal")

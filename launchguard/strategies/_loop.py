@@ -25,6 +25,7 @@ class Engine(MicroBatchHooks):
         self.stream = Stream()
         self.host: dict[str, int] = {}
         self.trainable = [i for i, p in enumerate(trace.params) if p.requires_grad]
+        self.optimizer: OptimizerStates | None = None
 
     def load(self) -> None:
         """The model as the script loads it onto the device."""
@@ -41,7 +42,7 @@ class Engine(MicroBatchHooks):
 
     def optimizer_states(self) -> Sequence[OptimizerStates]:
         """States that live on the device, by optimizer."""
-        return ()
+        return [self.optimizer] if self.optimizer is not None else []
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before forward; last: gradients are synchronised in this one's backward."""

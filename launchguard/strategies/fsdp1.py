@@ -67,7 +67,6 @@ class Fsdp1Engine(Engine):
         self.root_entered = False  # backward has reached the root's outputs
         self.delayed: Handle | None = None  # its split's backward waits for the unit before it
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
-        self.optimizer: OptimizerStates | None = None
 
     def _hand_over(self) -> set[int]:
         """Frozen units whose input is another unit's output: that unit's pre-backward hook was registered on the tensor first
@@ -361,9 +360,6 @@ class Fsdp1Engine(Engine):
                 gathered = self.stream.alloc(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
                 self.stream.touch(h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
                 self.stream.free(gathered)
-
-    def optimizer_states(self) -> list[OptimizerStates]:
-        return [self.optimizer] if self.optimizer is not None else []
 
     def resume(self) -> None:
         """A full state dict is copied into units that are whole in full precision, the root all the while (torch 2.13 _state_dict_utils.py:

@@ -65,7 +65,6 @@ class Fsdp2Engine(Engine):
         self.reduce_input = 0
         self.sync = True
         self.root_entered = False  # backward has reached the root's outputs
-        self.optimizer: OptimizerStates | None = None
 
     # load and wrap -----------------------------------------------------------------------------------------------------
     def load(self) -> None:
@@ -337,9 +336,6 @@ class Fsdp2Engine(Engine):
         states = self.trainable * 2 if spec.optimizer else []
         for i in (*range(len(self.trace.params)), *states):
             self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.COMMUNICATION, "gathered state dict")
-
-    def optimizer_states(self) -> list[OptimizerStates]:
-        return [self.optimizer] if self.optimizer is not None else []
 
     def resume(self) -> None:
         """Optimizer states are made by a step first, then filled (accelerate 1.15 utils/fsdp_utils.py:load_fsdp_optimizer). A full state

@@ -15,7 +15,6 @@ class SingleEngine(Engine):
     def __init__(self, job: JobSpec, trace: StepTrace, rank: int, device: DeviceProfile) -> None:
         super().__init__(job, trace, rank, device)
         self.grads: dict[int, int] = {}
-        self.optimizer: OptimizerStates | None = None
 
     def load(self) -> None:
         for i in range(len(self.trace.params)):
@@ -24,9 +23,6 @@ class SingleEngine(Engine):
 
     def prepare(self) -> None:
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, self.parameter_groups())
-
-    def optimizer_states(self) -> list[OptimizerStates]:
-        return [self.optimizer] if self.optimizer is not None else []
 
     def parameter_groups(self) -> list[list[SteppedTensor]]:
         params, modules, trainer = self.trace.params, self.trace.modules, self.job.loop in TRAINER_LOOPS
