@@ -41,8 +41,11 @@ def trace_requests(
 
 
 def joined(traces: Sequence[StepTrace]) -> StepTrace:
-    """The traces of requests_of as one: the training step, which holds its evaluation."""
-    return traces[0] if len(traces) == 1 else dataclasses.replace(traces[0], evaluation=traces[1])
+    """The traces of requests_of as one: the training step, which holds its evaluation and its first micro-batch."""
+    step, *others = traces
+    evaluation = next((t for t in others if t.facts.get("kind") == "evaluation"), None)
+    first = next((t for t in others if t.facts.get("kind") == "first"), None)
+    return dataclasses.replace(step, evaluation=evaluation, first=first) if others else step
 
 
 def _in_worker(requests: list[TraceRequest], progress: Callable[[str], None]) -> list[bytes]:

@@ -15,7 +15,7 @@ from launchguard.events import StepTrace
 from launchguard.fsdp_units import units_of
 from launchguard.job import FsdpSpec
 from launchguard.trace.capture import tables
-from launchguard.trace.cuda_semantics import DEVICE
+from launchguard.trace.cuda_semantics import DEVICE, Card
 from launchguard.trace.request import TraceRequest
 
 NOT_CONFIG = ("architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
@@ -23,7 +23,7 @@ IMAGE_SIZE = 224  # of models whose config leaves it to the image processor
 DEFAULT_TASKS = {"vit": "AutoModelForImageClassification", "t5": "AutoModelForSeq2SeqLM", "bart": "AutoModelForSeq2SeqLM"}
 
 
-def build(request: TraceRequest) -> torch.nn.Module:
+def build(request: TraceRequest, card: Card) -> torch.nn.Module:
     """The module in train mode on meta, with adapters and checkpointing as the job has them. Raises InputError, Unpredictable."""
     model = _from_factory(request) if request.config is None else _from_config(request)
     if request.quantization is not None:
@@ -33,6 +33,10 @@ def build(request: TraceRequest) -> torch.nn.Module:
     checkpoint = request.checkpointing
     if request.lora is not None:
         model = _with_adapters(model, request)
+    if request.liger is not None:
+        from launchguard.trace import liger
+
+        liger.apply(model.get_base_model() if request.lora is not None else model, request.liger, card)
     if checkpoint is not None and checkpoint["via"] == "model":
         _enable_checkpointing(model, checkpoint)
     if request.input_require_grads and hasattr(model, "enable_input_require_grads"):
@@ -43,10 +47,16 @@ def build(request: TraceRequest) -> torch.nn.Module:
 
 
 def _enable_checkpointing(model: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise Unpredictable(f"{type(model).__name__} has no gradient_checkpointing_enable, so activation checkpointing cannot be traced",
+    """The model's own switch; only transformers' new one takes every_n_layers and offload."""
+    kwargs = {"use_reentrant": checkpoint["use_reentrant"]}
+    partial = {key: checkpoint[key] for key in ("every_n_layers", "offload")}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **partial)
+    elif hasattr(model, "gradient_checkpointing_enable") and partial == {"every_n_layers": 1, "offload": False}:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    else:
+        raise Unpredictable(f"{type(model).__name__} has no activation_checkpointing_enable, so activation checkpointing cannot be traced",
                             help="call torch.utils.checkpoint inside the module's forward instead, and leave the setting off")  # fmt: skip
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoint["use_reentrant"]})
 
 
 # ------------------------------------------------------------------------------------------------ Hugging Face configs

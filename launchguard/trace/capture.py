@@ -22,7 +22,13 @@ from launchguard.trace.cuda_semantics import DEVICE, SCRATCH, Card
 
 aten = torch.ops.aten
 MATMULS = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm"))
-VALUE_READS = frozenset((aten._local_scalar_dense.default, aten.is_nonzero.default))
+VALUE_READS = frozenset((aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default))
+IN_PLACE_IN_BACKWARD = frozenset(
+    (aten.add.Tensor, aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default)
+)
+LAST_OUTPUT_FIRST = frozenset((aten.native_dropout.default,))  # the mask (native/cuda/Dropout.cu:dropout_cuda)
+# libraries whose reads change no sizes: Liger's count of labels and its question whether the loss is scaled (liger_kernel 0.8.5 ops/)
+KNOWN_READERS = ("/liger_kernel/",)
 
 
 def _grouped_float16(func: Any, args: Any) -> torch.Tensor:
@@ -45,6 +51,7 @@ class Tracker(TorchDispatchMode):
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._count = 0
         self.value_reads: set[str] = set()
+        self.saved_on_host: list[int] = []  # sizes of what forward copied to the host for backward (torch.autograd.graph.save_on_cpu)
         self._warm = [False, False]  # forward, backward: a matrix product has run there
 
     # storages --------------------------------------------------------------------------------------------------------
@@ -68,9 +75,7 @@ class Tracker(TorchDispatchMode):
         if like is None:
             if nbytes == 0:
                 return -1
-            self._count += 1
-            like = self._count
-            self.events.append(TraceEvent(TraceOp.ALLOC, like, nbytes))
+            like = self._allocate(nbytes)
         self._ids[key] = like
         self._refs[key] = weakref.ref(storage, functools.partial(self._died, key))
         return like
@@ -89,11 +94,13 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
         if func in VALUE_READS:
-            return self._read_value(args[0])
+            return self._read_value(args[0], func is aten.equal.default)
         if func is aten._to_copy.default and torch.device((kwargs or {}).get("device") or "cpu").type == DEVICE:
             if not isinstance(args[0], FakeTensor):  # an index list, made by C++: fake mode would move real values to a device without any
                 return self._born(torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=DEVICE))
             args[0].constant = None
+        if func is aten.copy_.default and not self.in_backward and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
+            self.saved_on_host.append(args[0].numel() * args[0].element_size())
         taken = self._taken_over(func, args)
         out = (
             _grouped_float16(func, args)
@@ -103,7 +110,7 @@ class Tracker(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.see(out, taken)
         elif isinstance(out, (list, tuple)):
-            for t in out:
+            for t in reversed(out) if func in LAST_OUTPUT_FIRST else out:
                 if isinstance(t, torch.Tensor):
                     self.see(t)
         if func in MATMULS and not self._warm[self.in_backward]:  # the output is there when cuBLAS is asked
@@ -118,27 +125,42 @@ class Tracker(TorchDispatchMode):
         self.see(t)
         return t
 
-    def _read_value(self, t: torch.Tensor) -> bool | int | float:
-        """Host code asks for a value: there is none, so it reads zero, and the trace says who asked."""
+    def _read_value(self, t: torch.Tensor, compared: bool) -> bool | int | float:
+        """Host code asks for a value: there is none, so it reads zero (of a comparison: different), and the trace says who asked."""
         constant = getattr(t, "constant", None)
-        if constant is not None:
+        if constant is not None and not compared:
             return constant.item()
-        self.value_reads.add(_caller())
-        return False if t.dtype == torch.bool else 0.0 if t.dtype.is_floating_point else 0
+        path, line = _caller()
+        if not any(known in path for known in KNOWN_READERS):
+            self.value_reads.add(f"{os.path.basename(path)}:{line}")
+        return False if compared or t.dtype == torch.bool else 0.0 if t.dtype.is_floating_point else 0
 
-    def _touch(self, *sizes: int) -> None:
-        """Temporaries of one op, each beside the others, freed from the last to the first."""
-        born = [TraceEvent(TraceOp.ALLOC, self._count + i, n) for i, n in enumerate(filter(None, sizes), 1)]
-        self._count += len(born)
-        self.events += [*born, *(TraceEvent(TraceOp.FREE, e.a) for e in reversed(born))]
+    def _touch(self, *blocks: int | tuple[int, ...]) -> None:
+        """Temporaries of one op, each beside the others, freed from the last to the first; an inner tuple before the next one comes."""
+        held: list[int] = []
+        for block in blocks:
+            passing = [self._allocate(n) for n in (block if isinstance(block, tuple) else (block,)) if n]
+            if isinstance(block, tuple):
+                self.events += [TraceEvent(TraceOp.FREE, i) for i in reversed(passing)]
+            else:
+                held += passing
+        self.events += [TraceEvent(TraceOp.FREE, i) for i in reversed(held)]
+
+    def _allocate(self, nbytes: int) -> int:
+        self._count += 1
+        self.events.append(TraceEvent(TraceOp.ALLOC, self._count, nbytes))
+        return self._count
 
     def _taken_over(self, func: Any, args: Any) -> int | None:
-        """Autograd adds a gradient that arrives into the one that is there when nobody else holds that; for tensor subclasses, as fake
-        tensors are, it makes a third (torch 2.13 autograd/input_buffer.cpp: accumulate). Undo that: the sum takes over the first."""
-        if func is not aten.add.Tensor or not self.in_backward or self.depth or len(args) < 2:
+        """Autograd adds a gradient that arrives into the one that is there when nobody else holds that, and scatters one into zeros
+        that it has just made; for tensor subclasses, as fake tensors are, it makes another tensor (torch 2.13 autograd/input_buffer.cpp:
+        accumulate; FunctionsManual.cpp: areAnyTensorSubclassLike). Undo that: the result takes over the first."""
+        if func not in IN_PLACE_IN_BACKWARD or not self.in_backward or self.depth or len(args) < 2:
             return None
         first, second = args[:2]
-        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.shape != second.shape or first._is_view():
+        if not isinstance(first, torch.Tensor) or first._is_view():
+            return None
+        if func is aten.add.Tensor and (not isinstance(second, torch.Tensor) or first.shape != second.shape):
             return None
         key = first.untyped_storage()._cdata
         ident = self._ids.get(key, -1)
@@ -148,12 +170,12 @@ class Tracker(TorchDispatchMode):
         return ident
 
 
-def _caller() -> str:
-    """File and line outside torch and launchguard that is running: "modeling_x.py:12"."""
+def _caller() -> tuple[str, int]:
+    """File and line outside torch and launchguard that is running."""
     frame = sys._getframe(1)
     while frame is not None and ("/torch/" in frame.f_code.co_filename or "/launchguard/trace/" in frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "?"
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("?", 0)
 
 
 class _BackwardExit(torch.autograd.Function):
@@ -306,6 +328,7 @@ def capture(
         tracker.mark(TraceOp.END)
         del loss, outputs
     facts["value_reads"] = sorted(tracker.value_reads)
+    facts["saved_on_host"] = tracker.saved_on_host
     return StepTrace(marks.params, marks.modules, buffers, tuple(tracker.events), facts, inputs, returned)
 
 

@@ -22,6 +22,7 @@ from launchguard.units import MIB, ceil_div, round_up
 
 aten = torch.ops.aten
 DEVICE = "simgpu"
+Blocks = tuple["int | tuple[int, ...]", ...]
 
 # ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32 of CUDA, as far as PrivateUse1 lets Python register them
 LOWER_PRECISION = (
@@ -96,6 +97,8 @@ class Semantics:
         torch.nn.functional.scaled_dot_product_attention = self.attention
         torch.tensor = self._device_tensor
         torch.nn.functional.rms_norm = self._rms_norm
+        torch.nn.functional.softmax = self._half_to_float(torch.nn.functional.softmax, aten._softmax)
+        torch.nn.functional.log_softmax = self._half_to_float(torch.nn.functional.log_softmax, aten._log_softmax)
         torch.clear_autocast_cache = self._clear_autocast_cache(torch.clear_autocast_cache)
         torch.Tensor.__getitem__ = _tensor_indices(torch.Tensor.__getitem__)
         torch.Tensor.all = torch.all = _all_true(torch.Tensor.all)
@@ -204,6 +207,20 @@ class Semantics:
             return aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
         return torch.rms_norm(x, list(normalized_shape), weight, eps)
 
+    @staticmethod
+    def _half_to_float(original: Callable[..., torch.Tensor], fused: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """float16 scores with a float32 result: CUDA converts inside the kernel, of bfloat16 it makes a copy first
+        (native/SoftMax.cpp:softmax, log_softmax)."""
+
+        def softmax(
+            input: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+        ) -> torch.Tensor:  # fmt: skip
+            if input.device.type == DEVICE and input.dtype == torch.float16 and dtype == torch.float32 and dim is not None:
+                return fused(input, dim, True)
+            return original(input, dim, _stacklevel, dtype)
+
+        return softmax
+
     # ------------------------------------------------------------------------------------------------ attention
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
@@ -228,7 +245,7 @@ class Semantics:
                 query, key, value, bias, differentiable, dropout_p, is_causal, False, scale=scale
             )[0]
         if key.shape[1] != query.shape[1]:
-            return _GroupedEfficient.apply(query, key, value)
+            return _GroupedEfficient.apply(query, key, value, self.card)
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, differentiable, dropout_p, is_causal and bias is None, scale=scale
         )[0]
@@ -271,7 +288,8 @@ class _GroupedEfficient(torch.autograd.Function):
     kept, dk and dv come back in the shape of k and v after being made for all query heads."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, card: Card) -> torch.Tensor:
+        ctx.card = card
         b, h, s, _ = query.shape
         out = torch.empty((b, s, h, value.shape[-1]), dtype=query.dtype, device=query.device).transpose(1, 2)
         lse = torch.empty((b, h, round_up(s, 32)), dtype=torch.float32, device=query.device)
@@ -281,12 +299,17 @@ class _GroupedEfficient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
-        dq = torch.empty_like(query)
-        expanded = torch.empty((2, *query.shape[:2], key.shape[2], key.shape[3]), dtype=key.dtype, device=key.device)
-        scratch = torch.empty(_efficient_backward_bytes(query), dtype=torch.uint8, device=query.device)
-        dk, dv = torch.empty_like(key), torch.empty_like(value)
-        del expanded, scratch
-        return dq, dk, dv
+        copies = [torch.empty(n, dtype=torch.uint8, device=grad.device) for n in _row_major_copies(grad)]
+        dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        expanded = [torch.empty((*query.shape[:2], *t.shape[2:]), dtype=t.dtype, device=t.device) for t in (key, value)]
+        held = []
+        for block in _efficient_scratch(ctx.card, query, key.shape[2]):
+            for nbytes in block if isinstance(block, tuple) else (block,):
+                held.append(torch.empty(nbytes, dtype=torch.uint8, device=query.device))
+            if isinstance(block, tuple):
+                del held[-len(block) :]
+        del copies, expanded, held
+        return dq, dk, dv, None
 
 
 def _tensor_indices(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -352,7 +375,14 @@ def _flash_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, .
     query, key = args[1], args[2]
     b, h, s, d = query.shape
     expanded = b * key.shape[2] * h * d * query.element_size() if key.shape[1] != h else 0
-    return 4 * b * h * round_up(s, 128), 4 * b * round_up(s, 128) * h * round_up(d, 32), expanded, expanded
+    scratch = (4 * b * h * round_up(s, 128), 4 * b * round_up(s, 128) * h * round_up(d, 32), expanded, expanded)
+    return (*_row_major_copies(args[0], args[4]), *scratch)
+
+
+def _row_major_copies(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """The kernels want (batch, seq, head, size) in this order in memory; the gradient or output of another layout is copied
+    (attention_backward.cu:_flash_attention_backward, _efficient_attention_backward)."""
+    return tuple(t.numel() * t.element_size() for t in tensors if not t.transpose(1, 2).is_contiguous())
 
 
 def _cudnn_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
@@ -360,21 +390,60 @@ def _cudnn_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, .
     return (sum(_flash_backward(card, args, out)),)
 
 
-def _efficient_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
-    """Memory-efficient backward: delta and the float32 accumulator of dq; float32 inputs hold one more output and delta."""
-    return (_efficient_backward_bytes(args[1]),)
+def _efficient_forward(card: Card, args: tuple[Any, ...], out: Any) -> Blocks:
+    """Heads of more than 128 do not fit in registers: half-precision output is summed up in float32 (kernel_forward.h:kKeepOutputInRF,
+    kNeedsOutputAccumulatorBuffer)."""
+    query = args[0]
+    return (4 * query.numel(),) if query.dtype != torch.float32 and query.shape[-1] > 128 else ()
 
 
-def _efficient_backward_bytes(query: torch.Tensor) -> int:
+def _safe_softmax(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> Blocks:
+    """The math kernel's softmax asks which rows are masked altogether (native/transformers/attention.cpp:_safe_softmax)."""
+    return args[0].numel(), args[0].numel() // max(args[0].shape[-1], 1)
+
+
+def _efficient_backward(card: Card, args: tuple[Any, ...], out: Any) -> Blocks:
+    return (*_row_major_copies(args[0]), *_efficient_scratch(card, args[1], args[2].shape[2]))
+
+
+def _efficient_scratch(card: Card, query: torch.Tensor, keys: int) -> Blocks:
+    """Memory-efficient backward: delta, which float32 inputs multiply out in full, and the kernel's workspace."""
     b, h, s, d = query.shape
-    scratch = 4 * b * h * s + 4 * b * h * round_up(s, 64) * d
-    if query.dtype == torch.float32:
-        scratch += b * h * s * d * 4 + 4 * b * h * s
-    return scratch
+    delta, workspace = 4 * b * h * s, 4 * b * h * _efficient_workspace(card, query, keys)
+    return ((4 * b * h * s * d, delta, delta), delta, workspace) if query.dtype == torch.float32 else (delta, workspace)
+
+
+def _efficient_workspace(card: Card, query: torch.Tensor, keys: int) -> int:
+    """Floats for each head: tiles of dq, each with a lock of four words, and dk, dv of some tiles of keys where they are summed up
+    elsewhere than in the output (mem_eff_attention/kernel_backward.h:workspace_elements_gq, _gk, _gv; attention_backward.cu: as many at a
+    time as make 200 with the heads). Tiles by card, dtype and head size: read off the real binary on virtual cards of compute capability
+    7.0 to 9.0 (tests/rehearsal/test_ops.py), equal for all 200 shapes asked."""
+    (batch, heads, queries, head), half = query.shape, query.dtype != torch.float32
+    large = card.compute_capability in ((8, 0), (9, 0), (10, 0))
+    rows, key_rows, columns, sums = 64, 64, 64, False
+    if half and head > 128:
+        rows, sums = 128, True
+    elif half and head > 96 and (8, 0) < card.compute_capability < (9, 0):
+        sums = True
+    elif head > 64 and (half or large):
+        rows, columns = 128, 128 if half and large else 64
+    elements = ceil_div(queries, rows) * ceil_div(head, columns) * (rows * columns + 4)
+    at_a_time = max(1, min(ceil_div(keys, key_rows), 200 // (batch * heads)))
+    return elements + (2 * at_a_time * key_rows * round_up(head, rows) if sums else 0)
 
 
 def _logsumexp(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, ...]:
-    return (args[0].numel() * 4 + 3 * out.numel() * 4,)
+    return args[0].numel() * args[0].element_size(), 3 * out.numel() * 4
+
+
+def _softmax_backward(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, ...]:
+    """SoftMax.cu:softmax_backward_cuda_out multiplies gradient and output first."""
+    return (args[0].numel() * args[0].element_size(),)
+
+
+def _binary_cross_entropy(card: Card, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, ...]:
+    """native/Loss.cpp:binary_cross_entropy_with_logits: log-sigmoid and one product beside the loss of every element."""
+    return (args[0].numel() * args[0].element_size(),) * 2
 
 
 def _index_backward(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
@@ -389,14 +458,19 @@ def _sort(card: Card, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     return (20 * args[0].numel(),) if args[0].dim() == 1 and args[0].numel() > MIB // 4 else ()
 
 
-# op -> bytes of each block held while it runs, beyond its outputs
-SCRATCH: dict[Any, Callable[[Card, tuple[Any, ...], Any], tuple[int, ...]]] = {
+# op -> bytes of each block held while it runs, beyond its outputs; those of an inner tuple are given back before the next one comes
+SCRATCH: dict[Any, Callable[[Card, tuple[Any, ...], Any], Blocks]] = {
     aten.sum.dim_IntList: _sum_dim,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
+    aten._safe_softmax.default: _safe_softmax,
     aten.logsumexp.default: _logsumexp,
+    aten.mean.dim: _sum_dim,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy,
     aten.index_put.default: _index_backward,
     aten.index_put_.default: _index_backward,
     aten.sort.default: _sort,

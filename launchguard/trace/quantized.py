@@ -42,7 +42,7 @@ class _DequantisedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.layer = layer
-        scales = layer.scales(in_place=False)
+        scales = layer.first_scales(in_place=False)
         y = torch.nn.functional.linear(x, layer.dequantised(x, layer.forward_dtype or x.dtype), bias)
         del scales
         return y
@@ -67,7 +67,7 @@ class _Quantised(torch.nn.Linear):
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
-    def scales(self, in_place: bool) -> torch.Tensor | None:
+    def first_scales(self, in_place: bool) -> torch.Tensor | None:
         """Scales that have to be made before the weight; None when they are stored as they are used."""
         return None
 
@@ -77,7 +77,7 @@ class _Quantised(torch.nn.Linear):
 
     def dequantised_again(self, like: torch.Tensor) -> torch.Tensor:
         """For backward: in the dtype that it was quantised from, and cast; the scales do not outlive it (dequantize_4bit)."""
-        scales = self.scales(in_place=True)
+        scales = self.first_scales(in_place=True)
         weight = torch.empty((self.out_features, self.in_features), dtype=self.stored_dtype, device=like.device)
         del scales
         return weight.to(like.dtype)
@@ -107,7 +107,7 @@ class Linear4bit(_Quantised):
             self.buffer("nested_offset", (), torch.float32)
             self.buffer("nested_quant_map", (256,), torch.float32)  # a copy for every weight (quantize_blockwise)
 
-    def scales(self, in_place: bool) -> torch.Tensor | None:
+    def first_scales(self, in_place: bool) -> torch.Tensor | None:
         """Double quantisation: the first scales in float32, to which the offset is added."""
         if self.absmax.dtype is torch.float32:
             return None
@@ -167,7 +167,7 @@ class GPTQLinear(_Quantised):
         self.weight = Params4bit(torch.empty((ceil_div(i, 8), o), dtype=torch.int32, device="meta"), requires_grad=False)
         groups = ceil_div(i, GPTQ_GROUP)
         self.buffer("qzeros", (groups, ceil_div(o, 8)), torch.int32)
-        self.buffer("scales", (groups, o), torch.float16)
+        self.buffer("group_scales", (groups, o), torch.float16)
         self.buffer("g_idx", (i,), torch.int32)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from launchguard import __version__
 from launchguard.errors import InputError
 from launchguard.fsdp_units import peft_policy
-from launchguard.installed import versions
+from launchguard.installed import version_of, versions
 from launchguard.job import JobSpec
 from launchguard.profiles import DeviceProfile
 
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "trl")
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "trl", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,13 @@ class TraceRequest:
     """config: parsed config.json, or None with `factory` ("module:callable", imported from python_path).
 
     compute: dtype to which every floating parameter is cast for forward (FSDP mixed precision, DeepSpeed), None: as loaded;
-    checkpointing: None, or {"via", "use_reentrant", "classes"}; card: (major, minor, sms, threads per SM);
+    checkpointing: None, or ActivationCheckpointing's fields and "classes"; card: (major, minor, sms, threads per SM);
     flat: FsdpSpec fields when FSDP1 may flatten frozen and trainable parameters into one, with "peft" (PEFT's wrap policy) and "storage",
     the dtype that PEFT then finds in the adapters;
+    liger: TrainingArguments.liger_kernel_config where Liger's kernels are used and the package is installed here, else None;
     fused_lm_head: TRL's SFTTrainer computes log-probabilities in chunks instead of logits (trl 1.16 trainer/sft_trainer.py);
+    first: None, or for a first micro-batch that differs the dtype to which adapters' inputs are cast in it;
+    zero3_linear: linear layers are DeepSpeed's, which differ within autocast (trace/zero3_linear.py);
     evaluation: None for a training step, "loss" or "predictions" for a batch of evaluation and what it is run for.
     """
 
@@ -54,10 +57,12 @@ class TraceRequest:
     input_require_grads: bool
     checkpointing: dict[str, Any] | None
     card: tuple[int, int, int, int]
-    use_liger_kernel: bool = False
+    liger: dict[str, bool] | None = None
     fused_lm_head: bool = False
     evaluation: str | None = None
     flat: dict[str, Any] | None = None
+    zero3_linear: bool = False
+    first: str | None = None
     source_hash: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -93,21 +98,37 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         input_require_grads=job.lora is not None and job.activation_checkpointing.enabled and _wants_input_grads(job),
         checkpointing=_checkpointing(job),
         card=(*(device.compute_capability or (8, 0)), device.sms or 108, device.max_threads_per_sm or 2048),
-        use_liger_kernel=job.model.use_liger_kernel,
+        liger=_liger(job),
         fused_lm_head=job.loop == "sft" and job.model.config is not None and _trl_fuses(),
         flat=_flat(job),
+        zero3_linear=job.zero is not None and job.zero.stage == 3 and job.precision.autocast is not None,
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
         versions={**versions(LIBRARIES), **job.versions},
     )
 
 
 def requests_of(job: JobSpec, device: DeviceProfile) -> list[TraceRequest]:
-    """The training step, and one batch of evaluation when there is one."""
+    """The training step, one batch of evaluation when there is one, and the first micro-batch where it differs from later ones."""
     step, evaluation = request_of(job, device), job.evaluation
-    if evaluation is None:
-        return [step]
-    kind = "loss" if evaluation.loss_only else "predictions"
-    return [step, dataclasses.replace(step, evaluation=kind, batch=evaluation.batch_size, outputs_alive=False)]
+    requests = [step]
+    if evaluation is not None:
+        kind = "loss" if evaluation.loss_only else "predictions"
+        requests.append(dataclasses.replace(step, evaluation=kind, batch=evaluation.batch_size, outputs_alive=False))
+    if seen_first(job) is not None:
+        requests.append(dataclasses.replace(step, first=seen_first(job)))
+    return requests
+
+
+def seen_first(job: JobSpec) -> str | None:
+    """The dtype in which PEFT sees adapters in units of their own during the first micro-batch, and casts their inputs to it, where later
+    ones differ (peft 0.21 tuners/tuners_utils.py:_cast_input_dtype). FSDP1 makes views of a unit's parameters when it wraps, before
+    Accelerate upcasts the flat ones; after a gather they are of the compute dtype, with use_orig_params after a reshard of that of the
+    shards (torch 2.13 _flat_param.py:_use_unsharded_views, _use_sharded_views)."""
+    precision, fsdp = job.precision, job.fsdp
+    if job.strategy != "fsdp1" or fsdp is None or job.lora is None or not peft_policy(job) or precision.compute == precision.storage:
+        return None
+    wrapped = "float32" if job.lora.autocast_adapter_dtype else precision.load
+    return wrapped if wrapped != (precision.storage if fsdp.use_orig_params else precision.compute) else None
 
 
 def _wants_input_grads(job: JobSpec) -> bool:
@@ -130,7 +151,15 @@ def _checkpointing(job: JobSpec) -> dict[str, Any] | None:
     if not ckpt.enabled:
         return None
     classes = list(job.fsdp.wrap_classes) if job.fsdp is not None and ckpt.via == "fsdp" else []
-    return {"via": ckpt.via, "use_reentrant": ckpt.use_reentrant, "classes": classes}
+    return {**dataclasses.asdict(ckpt), "classes": classes}
+
+
+def _liger(job: JobSpec) -> dict[str, bool] | None:
+    """TRL's SFTTrainer has a fused head of its own and takes Liger's layers alone (trl 1.16 trainer/sft_trainer.py:__init__)."""
+    if not job.model.use_liger_kernel or version_of("liger-kernel") is None or job.model.config is None:
+        return None
+    fused = {"fused_linear_cross_entropy": False} if job.loop == "sft" and _trl_fuses() else {}
+    return {**job.model.liger_kernel_config, **fused}
 
 
 def _trl_fuses() -> bool:

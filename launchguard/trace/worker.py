@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from launchguard.errors import InputError, LaunchguardError, Unpredictable
+from launchguard.installed import release
 from launchguard.job import FsdpSpec
 from launchguard.trace.cache import encode
 from launchguard.trace.request import TraceRequest
@@ -62,18 +63,25 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from launchguard.trace import build_model, capture
+    from launchguard.trace import build_model
     from launchguard.trace.cuda_semantics import Card
+    from launchguard.trace.zero3_linear import zero3_linear
 
     major, minor, sms, threads = request.card
-    card = Card((major, minor), sms, threads, _release(request.versions.get("torch", torch.__version__)))
+    card = Card((major, minor), sms, threads, release(request.versions.get("torch", torch.__version__)))
     progress("building the model")
-    model = build_model.build(request)
+    model = build_model.build(request, card)
     semantics = _installed(card)
     semantics.kernels.clear()
     if request.fused_lm_head:
         _fuse_lm_head(model)
     _fix_libraries()
+    if request.config is not None:
+        import transformers
+
+        from launchguard.trace import older_transformers
+
+        older_transformers.imitate(request.versions.get("transformers", transformers.__version__), transformers.__version__)
     if request.evaluation is not None:
         model.eval()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -83,17 +91,26 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
     facts = _facts(model, request)
     if request.flat is not None:
         _under_fsdp1(model, facts, **request.flat)
+    if request.first is not None:
+        cast_adapter_inputs(request.first)
     step = _step(request, semantics)
     make_batch = build_model.batch_maker(model, request)
-    if request.evaluation is not None:
-        ignored = list(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
-        trace = capture.capture_evaluation(mode, model, make_batch, step, card, progress, facts, ignored)
-    else:
-        trace = capture.capture(mode, model, make_batch, step, card, progress, facts, request.outputs_alive)
+    with zero3_linear(request.zero3_linear):
+        trace = _run(request, mode, model, make_batch, step, card, progress, facts)
     facts["attention_kernels"] = sorted(semantics.kernels)
     facts["seconds"] = {"build": round(built - started, 3), "trace": round(time.perf_counter() - built, 3)}
     facts["torch"] = torch.__version__
+    facts["kind"] = "evaluation" if request.evaluation is not None else "first" if request.first is not None else "step"
     return trace
+
+
+def _run(request: TraceRequest, mode: Any, model: Any, make_batch: Any, step: Any, card: Any, progress: Any, facts: Any) -> Any:
+    from launchguard.trace import capture
+
+    if request.evaluation is not None:
+        ignored = list(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
+        return capture.capture_evaluation(mode, model, make_batch, step, card, progress, facts, ignored)
+    return capture.capture(mode, model, make_batch, step, card, progress, facts, request.outputs_alive)
 
 
 @functools.cache
@@ -113,17 +130,22 @@ def _under_fsdp1(model: Any, facts: dict[str, Any], peft: bool, storage: str, **
 
     build_model.share_flat_parameters(model, facts, FsdpSpec(**fsdp), peft)
     if peft:
-        import torch
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        cast, dtype = BaseTunerLayer._cast_input_dtype, getattr(torch, storage)
-        BaseTunerLayer._cast_input_dtype = lambda layer, x, _: cast(layer, x, dtype)
+        cast_adapter_inputs(storage)
 
 
-def _release(version: str) -> tuple[int, int]:
-    """ "2.13.0+cpu" -> (2, 13)."""
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+def cast_adapter_inputs(dtype: str) -> None:
+    """For the rest of the process, adapters see their weights in this dtype when they cast their inputs."""
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    cast = getattr(BaseTunerLayer._cast_input_dtype, "original", BaseTunerLayer._cast_input_dtype)
+    seen = getattr(torch, dtype)
+
+    def cast_input(layer: Any, x: Any, _: Any) -> Any:
+        return cast(layer, x, seen)
+
+    cast_input.original = cast  # type: ignore[attr-defined]
+    BaseTunerLayer._cast_input_dtype = cast_input
 
 
 def _facts(model: Any, request: TraceRequest) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (trace workers ar
 
 from launchguard.errors import InputError, Unpredictable
 from launchguard.events import StepTrace, TraceOp
-from launchguard.job import ActivationCheckpointing, InputTensor, JobSpec, LoraSpec, ModelSpec, Precision
+from launchguard.job import ActivationCheckpointing, InputTensor, JobSpec, LoraSpec, ModelSpec, Precision, QuantizationSpec
 from launchguard.profiles import device
 from launchguard.trace import cache, request_of, trace_job
 
@@ -72,6 +72,13 @@ def test_dropout_masks_are_bytes_and_relu_keeps_its_output(make_job: MakeJob, tm
     assert live_at(trace, TraceOp.BACKWARD) == 4 * 16 * 4 + outputs * 4 + outputs * 1 + 4
 
 
+def test_dropout_makes_its_mask_first(make_job: MakeJob, tmp_path: Path) -> None:
+    source = "def build(): return nn.Sequential(nn.Linear(16, 1024), nn.Dropout(0.5))\n"
+    trace = trace_job(factory_job(make_job, tmp_path, source, X, micro_batch_size=4), A100)
+    born = [e.b for e in trace.events if e.op == TraceOp.ALLOC]
+    assert born[1:4] == [4 * 1024 * 4, 4 * 1024, 4 * 1024 * 4]  # product, mask, output
+
+
 def test_autocast_keeps_half_precision_copies_of_weights(make_job: MakeJob, tmp_path: Path) -> None:
     source = "def build(): return nn.Sequential(nn.Linear(16, 1024, bias=False), nn.Linear(1024, 8, bias=False))\n"
     precision = Precision(autocast="bfloat16")
@@ -99,6 +106,37 @@ def test_checkpointing_keeps_layer_inputs_only(make_job: MakeJob) -> None:
     assert live_at(less, TraceOp.BACKWARD) < 0.5 * whole
     entered = [less.modules[e.a].name for e in less.events if e.op == TraceOp.ENTER]
     assert entered.count("model.layers.3.mlp") == 2  # forward, and again inside backward
+
+
+def test_checkpointing_of_every_second_layer_and_offloaded_inputs(make_job: MakeJob) -> None:
+    job = make_job(config={"num_hidden_layers": 6}, seq_len=128)
+
+    def alive(**how: Any) -> tuple[int, StepTrace]:
+        trace = trace_job(dataclasses.replace(job, activation_checkpointing=ActivationCheckpointing(True, **how)), A100)
+        return live_at(trace, TraceOp.BACKWARD), trace
+
+    (every, _), (second, trace), (offloaded, moved) = alive(), alive(every_n_layers=2), alive(offload=True)
+    entered = [trace.modules[e.a].name for e in trace.events if e.op == TraceOp.ENTER]
+    assert sorted(entered.count(f"model.layers.{i}.mlp") for i in range(6)) == [1, 1, 1, 2, 2, 2]
+    hidden = 4 * job.micro_batch_size * 128 * job.model.config["hidden_size"]
+    assert offloaded == every - 6 * hidden < every < second
+    assert moved.facts["saved_on_host"][:6] == [hidden] * 6
+
+
+def test_an_older_transformers_copies_the_shifted_logits(make_job: MakeJob) -> None:
+    def sizes(version: str) -> list[int]:
+        return [e.b for e in trace_job(make_job(versions={"transformers": version}), A100).events if e.op == TraceOp.ALLOC]
+
+    shifted = 2 * 63 * 515 * 4
+    assert shifted in sizes("4.48.1") and shifted not in sizes("4.49.0")
+
+
+def test_gptq_layers_can_be_traced(make_job: MakeJob) -> None:
+    job = make_job(precision=Precision("float16", "float16", "float16"), lora=LoraSpec(r=4, target_modules=("q_proj",)),
+                   quantization=QuantizationSpec("gptq4"))  # fmt: skip
+    trace = trace_job(job, A100)
+    assert all("lora_" in p.name for p in trace.params if p.requires_grad)
+    assert sum(p.requires_grad for p in trace.params) == 2 * 2
 
 
 def test_lora_freezes_the_base_and_keeps_adapters_in_float32(make_job: MakeJob) -> None:
