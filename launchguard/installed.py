@@ -16,6 +16,12 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def release(version: str) -> tuple[int, int]:
+    """ "2.13.0+cpu" -> (2, 13)."""
+    major, minor = [*version.split("+")[0].split("."), "0"][:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+
+
 def versions(distributions: Iterable[str]) -> dict[str, str]:
     """Versions of those that are installed."""
     found = {name: version_of(name) for name in distributions}

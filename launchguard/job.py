@@ -91,7 +91,8 @@ class LaunchSpec:
     launcher: accelerate | deepspeed | torchrun | python; argv: the whole command, exec'ed unchanged by `run`;
     script: path as given, or a module name when is_module; environment: what the launcher adds to the environment of
     every rank beyond RANK and friends (accelerate's ACCELERATE_*, FSDP_*); arguments: the launcher's own resolved
-    arguments by name (accelerate's namespace after the merge with its config file), each with its origin.
+    arguments by name (accelerate's namespace after the merge with its config file), each with its origin; gpus_in_sight: that each
+    process sees, where no launcher gives it one.
     """
 
     launcher: str
@@ -106,6 +107,7 @@ class LaunchSpec:
     arguments: Mapping[str, Setting] = field(default_factory=dict)
     config_file: str | None = None
     notes: tuple[Note, ...] = ()
+    gpus_in_sight: int = 1
     world_size_origin: Origin = Origin("default", "one process")
 
     @property
@@ -140,6 +142,7 @@ class ModelSpec:
     loss: str | None = None
     python_path: str = "."
     use_liger_kernel: bool = False
+    liger_kernel_config: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,14 @@ class Precision:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """via: "model" (HF gradient_checkpointing_enable) or "fsdp" (checkpoint_wrapper round every wrapped layer)."""
+    """via: "model" (HF gradient_checkpointing_enable) or "fsdp" (checkpoint_wrapper round every wrapped layer); every_n_layers, offload
+    (what is saved waits in pinned host memory): keyword arguments of transformers' activation_checkpointing_enable."""
 
     enabled: bool = False
     via: str = "model"
     use_reentrant: bool = False
+    every_n_layers: int = 1
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,9 @@ class ZeroSpec:
     offload_param: str = "none"
     offload_pin_memory: bool = True
     offload_ratio: float = 1.0
+    offload_optimizer_buffer_count: int = 4
+    offload_param_buffer_count: int = 5
+    offload_param_buffer_size: int = 100_000_000
     zero_init: bool = False
     torch_autocast: bool = False
     bf16_master_weights_and_grads: bool = False
@@ -288,10 +297,39 @@ class EvaluationSpec:
 
 
 @dataclass(frozen=True)
+class GenerationSpec:
+    """Tokens that the job generates itself. by: "evaluation" (predict_with_generate) | "rollout" (a trainer of TRL's); sequences: of one
+    call on one rank, beams included; cache_bytes: keys and values of all layers at the longest; layer_bytes: of one tensor among them;
+    vocabulary: entries of the scores of a step; whole: the model is gathered on every device meanwhile; sync: weights are handed to an
+    engine of their own, tensor by tensor."""
+
+    by: str
+    sequences: int = 1
+    cache_bytes: int = 0
+    layer_bytes: int = 0
+    vocabulary: int = 0
+    whole: bool = False
+    sync: bool = False
+
+
+@dataclass(frozen=True)
+class LengthSpec:
+    """How long batches are. source: the file; batch_tokens: ("p50" | "p90" | "p99" | "max", tokens of a row); worst: which batch is it."""
+
+    source: str
+    batch_tokens: tuple[tuple[str, int], ...]
+    worst: str
+
+
+@dataclass(frozen=True)
 class SavingSpec:
-    """Checkpoints that the Trainer writes while it trains. optimizer: its states too (not save_only_model)."""
+    """Checkpoints. library: the Trainer or Accelerate writes them; optimizer: its states too (not save_only_model); script: what the
+    script makes whole by itself, and where: "device" (of every rank) | "rank 0" (its host memory) | "every host" | "sharded" (nothing) |
+    "float32" (weights read from a ZeRO checkpoint) | None."""
 
     optimizer: bool = True
+    library: bool = True
+    script: str | None = None
 
 
 @dataclass(frozen=True)
@@ -299,9 +337,12 @@ class JobSpec:
     """One training job, as every rank will run it.
 
     loop: whose training loop ("trainer" | "sft" | "dpo" | "accelerate" | "deepspeed" | "torch"): decides when gradients are clipped
-    and outputs dropped; strategy: key of strategies/ ("single" | "ddp" | "zero" | "fsdp1" | "fsdp2").
+    and outputs dropped; strategy: key of strategies/ ("single" | "ddp" | "data_parallel" | "zero" | "fsdp1" | "fsdp2");
+    cards: GPUs of "data_parallel"'s one process; reference: a frozen second model stays beside the trained one (DPO);
     resume: a checkpoint is loaded before the first step; dataloader_workers: processes that load data, for each rank.
-    device: key of profiles/devices, "auto", or a byte count; headroom: "10%" or "6GiB"; host_memory: of a node, "auto" or a size;
+    device: key of profiles/devices, "auto", a byte count, or several of them with commas: the cards of a mixed job; device_used: what other
+    processes hold of each card, a size; device_share: what an engine beside the training takes of it (vLLM);
+    headroom: "10%" or "6GiB"; host_memory: of a node, "auto" or a size;
     allocator_conf: PYTORCH_CUDA_ALLOC_CONF.
     """
 
@@ -325,10 +366,16 @@ class JobSpec:
     quantization: QuantizationSpec | None = None
     evaluation: EvaluationSpec | None = None
     saving: SavingSpec | None = None
+    lengths: LengthSpec | None = None
+    generation: GenerationSpec | None = None
+    reference: bool = False
     resume: bool = False
     dataloader_workers: int = 0
+    cards: int = 1
     compile: bool = False
     device: str = "auto"
+    device_used: str = "0"
+    device_share: float = 0.0
     headroom: str = "10%"
     host_memory: str = "auto"
     allocator_conf: str = ""
@@ -339,6 +386,16 @@ class JobSpec:
     @property
     def world_size(self) -> int:
         return self.launch.world_size
+
+    @property
+    def devices(self) -> int:
+        """GPUs of the job: one for each rank, or the cards of its only process."""
+        return self.cards if self.strategy == "data_parallel" else self.world_size
+
+    @property
+    def device_word(self) -> str:
+        """What reports call whom a prediction is for."""
+        return "card" if self.strategy == "data_parallel" else "rank"
 
     def origin(self, field_name: str) -> Origin:
         """Origin of a dotted field; a field nobody set is launchguard's own default."""

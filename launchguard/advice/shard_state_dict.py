@@ -15,7 +15,14 @@ COST = "checkpoints need merging before other tools read them"
 
 def applies(job: JobSpec) -> bool:
     full = job.fsdp is not None and job.fsdp.state_dict_type == "FULL_STATE_DICT"
-    return job.saving is not None and full and job.strategy in ("fsdp1", "fsdp2") and job.world_size > 1
+    return (
+        job.saving is not None
+        and job.saving.library
+        and job.saving.script != "device"
+        and full
+        and job.strategy in ("fsdp1", "fsdp2")
+        and job.world_size > 1
+    )
 
 
 def apply(job: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:

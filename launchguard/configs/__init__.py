@@ -15,10 +15,13 @@ from launchguard.configs import (
     deepspeed_json,
     diagnose,
     fsdp,
+    generation,
     job_file,
+    lengths,
     model_config,
     peft,
     precision,
+    saving,
     script_args,
     script_source,
     trainer_checks,
@@ -32,7 +35,7 @@ from launchguard.installed import versions
 from launchguard.job import TRAINER_LOOPS, JobSpec, LaunchSpec, Origin, Setting, Settings, build_job
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl")  # a prediction depends on their versions
-_OPTION_FIELDS = ("device", "headroom", "host_memory", "micro_batch_size", "seq_len")
+_OPTION_FIELDS = ("device", "device_used", "headroom", "host_memory", "micro_batch_size", "seq_len")
 _OPTION = "command line"
 _LOOPS = (*TRAINER_LOOPS, "accelerate", "deepspeed", "torch")
 
@@ -108,6 +111,8 @@ def _loop(launch: LaunchSpec, source: ScriptSource, options: Mapping[str, Any]) 
         own = set(_installed.dataclass_fields(class_name)) - set(_installed.dataclass_fields("_BaseConfig")) - {"max_length"}
         if loop in script.replace("-", "_").replace(".", "_").split("_") or (loop == "sft" and own & set(given) >= {"packing"}):
             return Setting(loop, Origin(launch.script or "script", "name"))
+    if script.startswith(("axolotl.", "llamafactory.")):  # programs whose loop is transformers.Trainer's
+        return Setting("trainer", Origin(launch.script or "script", "name"))
     trainer = set(_installed.dataclass_fields("TrainingArguments")) & set(given) - {"deepspeed", "seed", "learning_rate", "bf16", "fp16"}
     strong = {"per_device_train_batch_size", "output_dir", "fsdp", "optim", "num_train_epochs", "deepspeed"} & (trainer | set(given))
     raw = "deepspeed_config" in given or (given.get("deepspeed") or Setting("", Origin(""))).value is True
@@ -181,7 +186,9 @@ def _apply_real(sources: Sources) -> None:
     accelerate_yaml.apply_parallelism(sources)
     if sources.is_trainer:
         trainer_checks.refuse(sources)
+    saving.apply_script(sources)
     peft.apply(sources)
+    _put_data_parallel(sources)
     conf = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in sources.launch.environment), None)
     if conf is not None:
         sources.settings.put("allocator_conf", sources.launch.environment[conf], Origin("environment", conf))
@@ -208,6 +215,30 @@ def _put_plain_strategy(sources: Sources) -> None:
         settings.put("strategy", "single", launch.world_size_origin)
     if settings.get("strategy") == "ddp":
         _put_ddp(sources)
+
+
+def _put_data_parallel(sources: Sources) -> None:
+    """One process in sight of several GPUs: the Trainer wraps in DataParallel, unless the model is quantised (transformers 5.24
+    trainer.py:_wrap_model); Accelerate then prepares the optimizer alone, so that nothing casts (_prepare_for_training)."""
+    settings, launch = sources.settings, sources.launch
+    cards = launch.gpus_in_sight
+    if launch.world_size > 1 or cards < 2 or settings.get("strategy") != "single" or settings.get("quantization.method") is not None:
+        return
+    if not sources.is_trainer:
+        call = sources.source.first("DataParallel")
+        if call is not None:
+            message = "DataParallel in a hand-written loop is not modelled: its loss is made on the first GPU, of all GPUs' outputs"
+            settings.note("LG302", "warning", message, call.origin)
+        return
+    origin = Origin(launch.launcher, f"one process sees {cards} GPUs")
+    settings.put("strategy", "data_parallel", origin)
+    settings.displaced.pop("strategy", None)  # nobody asked for "single"
+    settings.put("cards", cards, origin)
+    message = (
+        f"one process sees {cards} GPUs: the Trainer uses DataParallel, and the first GPU holds all states and every GPU's outputs; "
+        "bf16 and fp16 cast nothing there; start ranks with torchrun"
+    )
+    settings.note("LG200", "warning", message, origin)
 
 
 def _put_script_fsdp(sources: Sources, strategy: str) -> None:
@@ -308,8 +339,11 @@ def _finish(sources: Sources) -> None:
     if strategy == "ddp":
         settings.default("ddp.find_unused_parameters", False, Origin(_installed.default_of("torch"), "find_unused_parameters"))
     accelerate_yaml.check_shard_groups(sources)
+    lengths.apply(sources)
+    generation.apply(sources)
     training_args.fill_missing_sizes(sources)
     peft.finish(sources)
+    generation.apply_reference(sources)
     precision.derive(settings, training_args.mixed_precision(sources))
     settings.default("optimizer.name", "adamw", Origin("default of launchguard", "optimizer"))
     _note_conflicts(settings)

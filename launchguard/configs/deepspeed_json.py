@@ -40,6 +40,9 @@ _PLUGIN = (  # key, variable it comes from, default (accelerate 1.15 utils/datac
 _ELSEWHERE = {  # fields of ZeroSpec that do not stand in zero_optimization under their own name -> dotted key
     "grad_accum_dtype": "data_types.grad_accum_dtype", "communication_data_type": "communication_data_type",
     "offload_optimizer": "zero_optimization.offload_optimizer.device", "offload_param": "zero_optimization.offload_param.device",
+    "offload_optimizer_buffer_count": "zero_optimization.offload_optimizer.buffer_count",
+    "offload_param_buffer_count": "zero_optimization.offload_param.buffer_count",
+    "offload_param_buffer_size": "zero_optimization.offload_param.buffer_size",
     "offload_pin_memory": "zero_optimization.offload_optimizer.pin_memory", "offload_ratio": "zero_optimization.offload_optimizer.ratio",
     "torch_autocast": "torch_autocast.enabled", "bf16_master_weights_and_grads": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states", "fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
@@ -563,7 +566,8 @@ def _note(sources: Sources, document: Document) -> None:
     for name in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{name}.device"
         if document.get(key) == "nvme":
-            note("LG320", "warning", f"{name} to nvme is not modelled: predicted as offload to host memory", document.origin(key))
+            message = f"{name} to nvme: the host is predicted to hold DeepSpeed's pinned buffers for it; reads and writes under way are not"
+            note("LG320", "info", message, document.origin(key))
     stage = int(sources.settings.get("zero.stage") or 0)
     if sources.settings.get("zero.offload_param") not in (None, "none") and stage != 3:
         origin = document.origin("zero_optimization.offload_param.device")

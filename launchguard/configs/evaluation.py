@@ -21,9 +21,9 @@ def apply(sources: Sources) -> None:
     settings.put("evaluation.batch_size", positive(size) if size else 8, size.origin if size else when.origin)
     loss_only = _loss_only(sources)
     sources.put("evaluation.loss_only", loss_only)
-    if args.get("predict_with_generate"):
-        origin = args.given["predict_with_generate"].origin if "predict_with_generate" in args.given else when.origin
-        settings.note("LG310", "warning", "predict_with_generate is not modelled: evaluation is predicted without generation", origin)
+    generates = args.stated("predict_with_generate")
+    if generates is not None and generates.value and not loss_only.value:  # what is kept are tokens (transformers 5.24 trainer_seq2seq.py)
+        settings.put("evaluation.reduced", True, generates.origin)
     for field, name in (("accumulation_steps", "eval_accumulation_steps"), ("concatenate", "eval_do_concat_batches"),
                         ("per_batch", "batch_eval_metrics")):  # fmt: skip
         setting = args.setting(name)
@@ -34,7 +34,7 @@ def apply(sources: Sources) -> None:
         batches = ceil_div(positive(samples), int(settings.get("evaluation.batch_size")) * sources.launch.world_size)
         settings.put("evaluation.batches", batches, samples.origin)
     call = sources.source.trainer_call()
-    if not loss_only.value and call is not None and "preprocess_logits_for_metrics" in call.names:
+    if not loss_only.value and "evaluation.reduced" not in settings and call is not None and "preprocess_logits_for_metrics" in call.names:
         settings.put("evaluation.reduced", True, call.origin)
         message = "what preprocess_logits_for_metrics returns is not read: taken as one number per token (an argmax)"
         settings.note("LG218", "info", message, call.origin)

@@ -50,18 +50,33 @@ def one_of(value: Any, allowed: tuple[str, ...], origin: Origin) -> str:
 def from_trainer(sources: Sources) -> bool:
     """Put fsdp.* from --fsdp and --fsdp_config; False when --fsdp is not given (fsdp_config alone has no effect)."""
     fsdp = sources.args.setting("fsdp")
-    stated_config = sources.args.stated("fsdp_config")
+    stated_config, axolotl = sources.args.stated("fsdp_config"), _axolotl_version(sources)
+    if axolotl is not None and (fsdp is None or not fsdp.value):
+        fsdp = Setting(True, axolotl.origin)
     if fsdp is None or not fsdp.value or str(fsdp.value).lower() == "false":
         if stated_config is not None and stated_config.value:
             sources.settings.note("LG223", "warning", "fsdp_config has no effect without --fsdp", stated_config.origin)
         return False
     options = _trainer_options(sources, stated_config)
+    if axolotl is not None:
+        options.setdefault("version", axolotl)
+        options.update({"cpu_offload": options.pop("offload_params")} if "offload_params" in options else {})
     version = _Options(options).integer("version", 2, Origin(default_of("transformers"), "fsdp_config.version"))
     _legacy(fsdp, options, int(version.value))
     sources.settings.put("strategy", f"fsdp{version.value}", fsdp.origin)
     sources.put("fsdp.version", version)
     _put_trainer_options(sources, _Options(options), int(version.value))
     return True
+
+
+def _axolotl_version(sources: Sources) -> Setting | None:
+    """axolotl's own spelling: fsdp_version beside fsdp_config in its YAML, which it hands to Accelerate as FSDP_* variables, whether
+    `fsdp:` is there or not (axolotl utils/trainer.py:setup_fsdp_envs, read as it was before 0.12); 1 where it names none."""
+    script = str(sources.launch.script or "")
+    config = sources.args.stated("fsdp_config")
+    if config is None or not config.value or script.partition(".")[0] != "axolotl":
+        return None
+    return sources.args.stated("fsdp_version") or Setting(1, config.origin)
 
 
 def _trainer_options(sources: Sources, stated: Setting | None) -> dict[str, Setting]:

@@ -4,13 +4,15 @@ model: {source: model:build, kwargs: {layers: 4}, loss: sum,
         inputs: {input_ids: {shape: [batch, seq], dtype: int64, high: 32000}}}
 seq_len: 2048
 micro_batch_size: 2
-device: h100-80-sxm
+device: h100-80-sxm                    # or the cards of a mixed job: [a100-40-sxm, a100-80-sxm], of which the smallest decides
+device_used: 3GiB                      # what other processes hold of each card
 headroom: 10%
 strategy: fsdp2                        # torchrun jobs: fsdp2 | fsdp1 | ddp | single
 fsdp: {wrap_classes: [Block], reshard_after_forward: true}
 precision: {params: float32, compute: bfloat16, reduce: float32}
 lora: {r: 16, target_modules: [q_proj, v_proj]}
 optimizer: adamw                       # or {name: adamw, implementation: fused}
+lengths: lengths.json                  # of the samples: predicted at the longest and at percentiles
 node: {gpus: 8, memory: 1TB}           # of one node of the job, where this machine is not one
 """
 
@@ -37,12 +39,12 @@ _PARTS: Mapping[str, type] = {
     "quantization": job.QuantizationSpec, "evaluation": job.EvaluationSpec,
     "saving": job.SavingSpec,
 }  # fmt: skip
-_NOT_FIELDS = ("launch", "versions", "origins", "notes")
-_FILES = ("deepspeed", "accelerate", "fsdp_config")
+_NOT_FIELDS = ("launch", "versions", "origins", "notes", "lengths", "generation")
+_FILES = ("deepspeed", "accelerate", "fsdp_config", "lengths")
 _NODE = {"gpus", "memory"}
 _SHORT = {"model": "source", "optimizer": "name", "activation_checkpointing": "enabled"}  # section written as one value -> its field
 _ALIASES = {"precision.params": "precision.storage", "model.callable": "model.source", "model.path": "model.source"}
-_STRATEGIES = ("single", "ddp", "zero", "fsdp1", "fsdp2")
+_STRATEGIES = ("single", "ddp", "data_parallel", "zero", "fsdp1", "fsdp2")
 
 
 def find_in(cwd: str, path: str | None) -> tuple[str, dict[str, Any]] | None:
@@ -135,6 +137,8 @@ def convert(field: str, value: Any, origin: Origin) -> Any:
         raise InputError(f"{field} is not a setting of a job", where=str(origin), help=_nearest(field))
     if field == "strategy" and value not in _STRATEGIES:
         raise InputError(f"unknown strategy {value!r}", where=str(origin), help=f"one of {', '.join(_STRATEGIES)}")
+    if field == "device" and isinstance(value, (list, tuple)):
+        return ",".join(str(name) for name in value)
     if field == "model.inputs":
         return _inputs(value, origin)
     if head == "precision" and rest in ("load", "storage", "compute", "reduce", "autocast") and value is not None:

@@ -107,6 +107,7 @@ def _apply_quantization(sources: Sources) -> None:
     if on4 and on8:
         raise InputError("load_in_4bit and load_in_8bit are both on", where=str(four.origin if four else ""), help="keep one of them")
     if not (on4 or on8):
+        _of_checkpoint(sources)
         return
     chosen = four if on4 else eight
     origin = chosen.origin if chosen else Origin("")
@@ -123,6 +124,32 @@ def _apply_quantization(sources: Sources) -> None:
     storage = find("bnb_4bit_quant_storage")
     if on4 and storage is not None and storage.value not in (None, "uint8", "torch.uint8"):
         sources.put("quantization.quant_storage", precision.dtype_setting(storage, "bnb_4bit_quant_storage"))
+
+
+def _of_checkpoint(sources: Sources) -> None:
+    """A checkpoint that was saved quantised (transformers 5.24 quantizers/auto.py:merge_quantization_configs reads it from config.json)."""
+    stated = (sources.config or {}).get("quantization_config")
+    if not isinstance(stated, Mapping):
+        return
+    origin = Origin(f"{sources.settings.get('model.source')}/config.json", "quantization_config")
+    kind, bits = str(stated.get("quant_method", "bitsandbytes" if "load_in_4bit" in stated else "")), stated.get("bits")
+    if kind == "bitsandbytes" and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
+        method = str(stated.get("bnb_4bit_quant_type", "fp4")) if stated.get("load_in_4bit") else "int8"
+        sources.put("quantization.double_quant", Setting(bool(stated.get("bnb_4bit_use_double_quant")), origin))
+        _put_compute_dtype(sources, Setting(stated.get("bnb_4bit_compute_dtype", "float32"), origin), origin)
+    elif kind in ("gptq", "awq") and bits == 4:
+        method = "gptq4"
+        _put_compute_dtype(sources, Setting(sources.settings.get("precision.load", "float16"), origin), origin)
+        if kind == "awq":
+            sources.settings.note("LG310", "warning", "AWQ weights are predicted as GPTQ's: 4 bits, one scale for a group", origin)
+    else:
+        message = (
+            f"weights quantised by {kind or 'an unknown method'} ({bits or '?'} bits) are not modelled: predicted unquantised, too high"
+        )
+        sources.settings.note("LG310", "warning", message, origin)
+        return
+    sources.settings.put("quantization.method", method, origin)
+    sources.settings.put("quantization.prepare_kbit", "prepare_model_for_kbit_training" in sources.source.used, origin)
 
 
 def _default_kind(sources: Sources) -> str:

@@ -52,8 +52,9 @@ def derive(settings: Settings, mixed_precision: Setting) -> None:
         for name in ("storage", "compute"):
             settings.default(f"precision.{name}", settings.get("precision.storage", load), origin)
         settings.default("precision.reduce", settings.get("precision.storage"), origin)
-        settings.default("precision.autocast", low, by)
-        settings.default("precision.float32_outputs", low is not None, by)
+        casts = strategy != "data_parallel"  # Accelerate prepares the optimizer alone (transformers 5.24 trainer.py:_prepare_for_training)
+        settings.default("precision.autocast", low if casts else None, by)
+        settings.default("precision.float32_outputs", casts and low is not None, by)
 
 
 def _keeps_load_dtype(settings: Settings) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from launchguard.configs.script_saves import Gather, gathers_of
 from launchguard.job import LaunchSpec, Origin, Setting
 
 # Classes and functions whose call decides something; the value is a loop or a strategy.
@@ -19,12 +20,15 @@ _OTHER_FRAMEWORKS = ("lightning", "pytorch_lightning", "composer", "megatron", "
 _STRATEGIES = {"fully_shard": "fsdp2", "FSDP": "fsdp1", "FullyShardedDataParallel": "fsdp1",
                "DDP": "ddp", "DistributedDataParallel": "ddp"}  # fmt: skip
 _ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig")
+_OTHER_ARGUMENT_CLASSES = ("GRPOConfig", "RLOOConfig", "PPOConfig", "KTOConfig", "RewardConfig", "PRMConfig", "ORPOConfig", "CPOConfig",
+                           "OnlineDPOConfig", "GKDConfig")  # fmt: skip
 _ARGUMENT_PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 _CLASS_LISTS = ("transformer_layer_cls", "module_classes")  # keywords that hold classes; their names are what matters
 _READ = (
-    *_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_STRATEGIES, "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
+    *_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_OTHER_LOOPS, *_STRATEGIES,
+    "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
     "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
-    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy",
+    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
@@ -62,7 +66,7 @@ class Call:
 class ScriptSource:
     """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags;
     modules: top-level names of what it imports; unused_lora: a LoraConfig that is assigned and never read again; pinned_device: the first
-    "cuda:0" in it."""
+    "cuda:0" in it; gathers: whole-model state dicts that it makes itself; saves_optimizer: where it makes one of the optimizer."""
 
     name: str = ""
     calls: tuple[Call, ...] = ()
@@ -71,6 +75,8 @@ class ScriptSource:
     modules: Mapping[str, Origin] = field(default_factory=dict)
     unused_lora: Origin | None = None
     pinned_device: Origin | None = None
+    gathers: tuple[Gather, ...] = ()
+    saves_optimizer: Origin | None = None
 
     def bound(self, given: Mapping[str, Setting]) -> ScriptSource:
         """The source with every `args.name` in its calls replaced by what the script was given."""
@@ -110,7 +116,7 @@ class ScriptSource:
 
     def arguments(self) -> dict[str, Setting]:
         """Arguments of TrainingArguments(...) and its relatives that are written in the code."""
-        call = self.first(*_ARGUMENT_CLASSES)
+        call = self.first(*_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES)
         return dict(call.keywords) if call else {}
 
     def argument_class(self) -> str | None:
@@ -134,7 +140,7 @@ class ScriptSource:
 
     def model_name(self) -> Setting | None:
         """The model's name where it is written in the code: from_pretrained("x"), SFTTrainer("x", ...), SFTTrainer(model="x")."""
-        for call in (self.model_call(), self.first(*_LOOPS)):
+        for call in (self.model_call(), self.first(*_LOOPS, *_OTHER_LOOPS)):
             if call is None:
                 continue
             named = call.keywords.get("model") or call.keywords.get("pretrained_model_name_or_path")
@@ -174,7 +180,10 @@ def read(launch: LaunchSpec) -> ScriptSource:
     reader = _Reader(name)
     reader.visit(tree)
     unused = next((origin for variable, origin in reader.lora_variables.items() if variable not in reader.read_names), None)
-    return ScriptSource(name, tuple(reader.calls), reader.used, reader.defaults, reader.modules, unused, reader.pinned_device)
+    gathers, optimizer = gathers_of(tree, name)
+    return ScriptSource(
+        name, tuple(reader.calls), reader.used, reader.defaults, reader.modules, unused, reader.pinned_device, gathers, optimizer
+    )
 
 
 def _path(launch: LaunchSpec) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -158,9 +159,19 @@ def _apply_model(sources: Sources) -> None:
     sources.put("model.use_cache", args.setting("use_cache") if sources.is_trainer else args.stated("use_cache"))
     liger = args.setting("use_liger_kernel") or args.stated("use_liger", "enable_liger_kernel")
     if _on(liger) and liger is not None:
-        sources.put("model.use_liger_kernel", Setting(True, liger.origin))
-        sources.settings.note("LG312", "warning", "Liger kernels replace layers and the loss; not modelled layer by layer", liger.origin)
+        _apply_liger(sources, liger.origin)
     sources.put("precision.load", load_dtype(sources))
+
+
+def _apply_liger(sources: Sources, origin: Origin) -> None:
+    """Liger's own code says which layers it replaces and what they keep (trace/liger.py); without it the model's own are simulated."""
+    sources.put("model.use_liger_kernel", Setting(True, origin))
+    config, where = _mapping(sources.args.stated("liger_kernel_config"))
+    if config:
+        sources.put("model.liger_kernel_config", Setting({str(k): bool(v) for k, v in config.items()}, where))
+    if version_of("liger-kernel") is None:
+        message = "liger-kernel is not installed here: predicted with the model's own layers and loss, which need more"
+        sources.settings.note("LG312", "warning", message, origin)
 
 
 def load_dtype(sources: Sources) -> Setting:
@@ -204,8 +215,20 @@ def _apply_checkpointing(sources: Sources) -> None:
         sources.put("activation_checkpointing.use_reentrant", Setting(bool(kwargs["use_reentrant"]), origin))
     elif (version_of("transformers") or "5").split(".")[0] == "4" and sources.loop not in TRL_LOOPS:
         sources.put("activation_checkpointing.use_reentrant", Setting(True, Origin(default_of("transformers"), "use_reentrant")))
-    for key in sorted(set(kwargs) - {"use_reentrant"}):
+    _apply_partial_checkpointing(sources, kwargs, origin)
+    for key in sorted(set(kwargs) - {"use_reentrant", "every_n_layers", "offload", "preserve_rng_state", "determinism_check"}):
         sources.settings.note("LG310", "warning", f"gradient_checkpointing_kwargs.{key} is not modelled", origin)
+
+
+def _apply_partial_checkpointing(sources: Sources, kwargs: Mapping[str, Any], origin: Origin) -> None:
+    """every_n_layers and offload, which the Trainer takes out of the keyword arguments (transformers 5.24 trainer.py:train)."""
+    if "every_n_layers" in kwargs:
+        sources.put(
+            "activation_checkpointing.every_n_layers",
+            Setting(positive(Setting(kwargs["every_n_layers"], dataclasses.replace(origin, key=f"{origin.key}.every_n_layers"))), origin),
+        )
+    if kwargs.get("offload"):
+        sources.put("activation_checkpointing.offload", Setting(True, origin))
 
 
 def _mapping(setting: Setting | None) -> tuple[dict[str, Any], Origin]:
@@ -326,6 +349,8 @@ def _note_not_modelled(sources: Sources) -> None:
     for name, (matters, what) in _NOT_MODELLED.items():
         setting = sources.args.stated(name)
         try:
+            if name in ("packing", "padding_free") and sources.options.get("lengths"):
+                continue  # configs/lengths.py
             if setting is not None and matters(setting.value):
                 sources.settings.note("LG310", "warning", f"{name} = {setting.value} is not modelled: {what}", setting.origin)
         except (TypeError, ValueError):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from launchguard.errors import InputError
-from launchguard.job import LaunchSpec, Note, Origin
+from launchguard.job import LaunchSpec, Origin
 from launchguard.launch._environment import inherited
 from launchguard.launch._gpus import count_gpus
 
@@ -45,8 +45,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str], cwd: str, gpus_per_node: 
     nnodes, nproc, origin = _world(env)
     return LaunchSpec(
         launcher="python", argv=tuple(argv), cwd=cwd, script=script, script_args=tuple(rest), is_module=is_module, nnodes=nnodes,
-        nproc_per_node=nproc, environment=inherited(env), notes=_one_process_note(nnodes * nproc, env, gpus_per_node),
-        world_size_origin=origin,
+        nproc_per_node=nproc, environment=inherited(env), gpus_in_sight=max(1, count_gpus(env, gpus_per_node)[0]), world_size_origin=origin,
     )  # fmt: skip
 
 
@@ -85,12 +84,3 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise InputError(f"{name}={env[name]!r} is not a number", where=f"environment {name}", help=f"unset {name}") from None
-
-
-def _one_process_note(world: int, env: Mapping[str, str], gpus_per_node: int | None) -> tuple[Note, ...]:
-    """One process in sight of many GPUs: Trainer then uses DataParallel (transformers, training_args.py:_setup_devices)."""
-    gpus = count_gpus(env, gpus_per_node)[0] if world == 1 else 1
-    if gpus <= 1:
-        return ()
-    message = f"one process sees {gpus} GPUs: a Trainer would use DataParallel, which is not modelled; start ranks with torchrun"
-    return (Note("LG302", "warning", message, "python"),)

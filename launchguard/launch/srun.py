@@ -134,8 +134,7 @@ def _one_process_per_task(inner: LaunchSpec, step: Step) -> LaunchSpec:
         return inner
     message = f"srun starts {tasks} processes: they are one job only if the script takes its rank from SLURM_PROCID (Accelerate does not)"
     note = Note("LG245", "warning", message, "srun")
-    kept = tuple(n for n in inner.notes if n.code != "LG302")
-    return dataclasses.replace(inner, nnodes=step.nodes, nproc_per_node=step.tasks_per_node, notes=(*kept, note),
+    return dataclasses.replace(inner, nnodes=step.nodes, nproc_per_node=step.tasks_per_node, notes=(*inner.notes, note),
                                world_size_origin=Origin("srun", "ntasks"))  # fmt: skip
 
 

@@ -23,6 +23,21 @@ def test_deepspeed_launcher_without_a_config(work, codes) -> None:
     assert "LG247" not in codes(work.resolve("torchrun --nproc_per_node 2 t.py" + TRAIN))
 
 
+def test_one_process_in_sight_of_many_gpus(work, codes) -> None:
+    work.write("t.py", TRAINER + "Trainer(model=None, args=TrainingArguments(output_dir='o'))\n")
+    job = work.resolve("python t.py --bf16" + TRAIN, gpus=4)
+    assert (job.strategy, job.cards, job.devices, job.precision.autocast) == ("data_parallel", 4, 4, None)
+    assert {"LG200"} == codes(job) & {"LG200", "LG209", "LG302"}
+    assert work.resolve("python t.py --bf16" + TRAIN, gpus=1).strategy == "single"
+    assert work.resolve("torchrun --nproc_per_node 1 t.py --bf16" + TRAIN, gpus=4).strategy == "ddp"
+
+
+def test_data_parallel_in_a_hand_written_loop(work, codes) -> None:
+    work.write("t.py", "import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 2))\nloss.backward()\n")
+    line = "python t.py --model m --batch_size 1 --seq_len 8"
+    assert "LG302" in codes(work.resolve(line, gpus=2)) and "LG302" not in codes(work.resolve(line, gpus=1))
+
+
 @pytest.mark.parametrize("name, told", [("ds_zero2.json", True), ("stage_3.json", False), ("ds_z2_x.json", True), ("a100.json", False)])
 def test_stage_in_the_file_name(work, codes, name: str, told: bool) -> None:
     work.write(name, STAGE % 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from launchguard.errors import InputError
@@ -157,3 +159,10 @@ def test_conflicts_are_said(work) -> None:
     assert [note.message for note in job.notes if note.code == "LG209"] == [
         "micro_batch_size is 4 (command line:--micro-batch-size), not 2 (launchguard.yaml:micro_batch_size)"
     ]
+
+
+def test_the_cards_of_a_mixed_job_and_what_others_hold(work: Any) -> None:
+    work.write("launchguard.yaml", "device: [a100-40-sxm, a100-80-sxm]\ndevice_used: 3GiB\n")
+    job = work.resolve("torchrun --nproc_per_node 3 train.py --model_name_or_path m")
+    assert (job.device, job.device_used) == ("a100-40-sxm,a100-80-sxm", "3GiB")
+    assert work.resolve("python train.py --model_name_or_path m", {"device_used": "1GiB"}).device_used == "1GiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launchguard.errors import InputError
+from launchguard.installed import version_of
 from launchguard.job import Origin, Precision
 
 TRAINER = "torchrun --nproc_per_node 4 train.py --model_name_or_path m --output_dir out --max_seq_length 64"
@@ -64,6 +65,23 @@ def test_checkpointing_kwargs(work) -> None:
         work.resolve([*argv[:-1], "{use_reentrant: false}"])
 
 
+def test_partial_checkpointing(work) -> None:
+    argv = [*TRAINER.split(), "--activation_checkpointing", "--activation_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}']
+    checkpointing = work.resolve(argv).activation_checkpointing
+    assert (checkpointing.enabled, checkpointing.every_n_layers, checkpointing.offload) == (True, 2, True)
+    with pytest.raises(InputError, match="every_n_layers"):
+        work.resolve([*argv[:-1], '{"every_n_layers": 0}'])
+
+
+def test_liger_kernels_are_simulated_where_they_are_installed(work, codes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "launchguard.configs.training_args.version_of", lambda name: "0.8.5" if name == "liger-kernel" else version_of(name)
+    )
+    job = work.resolve([*TRAINER.split(), "--use_liger_kernel", "--liger_kernel_config", '{"rope": false}'])
+    assert job.model.use_liger_kernel and job.model.liger_kernel_config == {"rope": False}
+    assert "LG312" not in codes(job)
+
+
 def test_missing_length_is_said(work, codes) -> None:
     job = work.resolve("python train.py --model_name_or_path m --output_dir out")
     assert job.seq_len == 512
@@ -91,7 +109,8 @@ def test_wrong_types_are_refused(work, flag: str) -> None:
     assert flag.split()[0] in caught.value.where
 
 
-def test_not_modelled_settings_are_said(work) -> None:
+def test_not_modelled_settings_are_said(work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launchguard.configs.training_args.version_of", lambda name: None if name == "liger-kernel" else version_of(name))
     job = work.resolve(TRAINER + " --torch_compile --use_liger_kernel --neftune_noise_alpha 5 --auto_find_batch_size")
     assert job.compile and job.model.use_liger_kernel
     assert sorted(note.code for note in job.notes) == ["LG310", "LG310", "LG311", "LG312"]
