@@ -100,6 +100,7 @@ class StepTrace:
     outputs: tuple[tuple[int, int], ...] = ()  # tensors that the model returned: storage, bytes
     predictions: tuple[Prediction, ...] = ()  # of an evaluation batch: what the model returned beside the loss
     evaluation: StepTrace | None = None  # one evaluation batch: forward alone, no gradients
+    first: StepTrace | None = None  # the job's first micro-batch, where it differs from later ones
 
 
 # ---------------------------------------------------------------- the schedule of one rank

@@ -40,8 +40,9 @@ def schedules(job: JobSpec, trace: StepTrace, device: DeviceProfile) -> list[Ran
 
 def with_notes(job: JobSpec) -> JobSpec:
     """The job with what is doubtful about its rules among its notes: libraries of other versions, an optimizer that no test compares, a
-    communication hook without rules."""
-    fresh = [note for note in (*_version_notes(job), *_optimizer_notes(job), *_hook_notes(job)) if note not in job.notes]
+    communication hook without rules, a loop whose rows are pairs."""
+    doubts = (*_version_notes(job), *_optimizer_notes(job), *_hook_notes(job), *_loop_notes(job))
+    fresh = [note for note in doubts if note not in job.notes]
     return dataclasses.replace(job, notes=(*job.notes, *fresh))
 
 
@@ -87,3 +88,10 @@ def _hook_notes(job: JobSpec) -> list[Note]:
         f"DDP's communication hook {hook} is not modelled: predicted as if gradients were reduced in place (known: {', '.join(HOOKS)})"
     )
     return [Note("LG332", "warning", message, str(job.origin("ddp.comm_hook")))]
+
+
+def _loop_notes(job: JobSpec) -> list[Note]:
+    if job.loop != "dpo":
+        return []
+    message = "DPOTrainer's pairs of rows are not modelled: predicted as single rows; rehearse runs them"
+    return [Note("LG310", "warning", message, str(job.origin("loop")))]  # trl 1.16 trainer/dpo_trainer.py

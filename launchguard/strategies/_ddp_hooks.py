@@ -16,7 +16,9 @@ MIN_COMPRESSION_RATE, RANK = 2, 1  # powerSGD_hook.py:PowerSGDState, defaults
 
 
 class CommHook:
-    """No hook: buckets are reduced in place."""
+    """No hook: buckets are reduced in place. first: the step in which it begins, from 0."""
+
+    first = 0
 
     def __init__(self, stream: Stream, params: Sequence[ParamInfo]) -> None:
         self.stream, self.params = stream, params
@@ -49,7 +51,8 @@ class CommHook:
 
 
 class Compressed(CommHook):
-    """default_hooks.py:_compress_hook: a copy of the bucket in half precision; taken to live until the next one is made."""
+    """default_hooks.py:_compress_hook: a copy of the bucket in half precision. It is held until the next collective (ProcessGroupNCCL.cpp:
+    stashed_for_allocator_safety_, unstashed by workEnqueue), here to the end of backward at the latest."""
 
     def __init__(self, stream: Stream, params: Sequence[ParamInfo], dtype: str) -> None:
         super().__init__(stream, params)
@@ -57,9 +60,10 @@ class Compressed(CommHook):
 
     def reduce(self, index: int) -> None:
         members = [self.params[i] for i in self.members[index]]
-        self.stream.free(self.in_flight)
         copied = 0 if members[0].dtype == self.dtype else sum(p.numel for p in members) * dtype_bytes(self.dtype)
-        self.in_flight = self.stream.alloc(copied, Category.COMMUNICATION, "gradients compressed for all-reduce")
+        compressed = self.stream.alloc(copied, Category.COMMUNICATION, "gradients compressed for all-reduce")
+        self.stream.free(self.in_flight)
+        self.in_flight = compressed
 
     def finish(self) -> None:
         super().finish()
@@ -68,15 +72,16 @@ class Compressed(CommHook):
 
 
 class PowerSgd(CommHook):
-    """powerSGD_hook.py:powerSGD_hook with its defaults. It begins after start_powerSGD_iter steps (1000), here in the second: a job that
-    gets there needs room for it."""
+    """powerSGD_hook.py:powerSGD_hook with its defaults. It begins after start_powerSGD_iter steps (1000), here as soon as buckets are made
+    anew no more (`first`: in the second step, a static graph's in the third): a job that gets there needs room for it."""
 
-    def __init__(self, stream: Stream, params: Sequence[ParamInfo]) -> None:
+    def __init__(self, stream: Stream, params: Sequence[ParamInfo], first: int) -> None:
         super().__init__(stream, params)
+        self.first = first
         self.errors: dict[int, int] = {}
 
     def reduce(self, index: int) -> None:
-        if self.iteration == 0:
+        if self.iteration < self.first:
             return
         stream, nbytes = self.stream, self.nbytes(index)
         fresh = index not in self.errors
@@ -106,7 +111,7 @@ class PowerSgd(CommHook):
         return plain, (rows, columns)
 
 
-def hook_of(name: str | None, stream: Stream, params: Sequence[ParamInfo]) -> CommHook:
+def hook_of(name: str | None, stream: Stream, params: Sequence[ParamInfo], static_graph: bool) -> CommHook:
     if name in ("fp16", "bf16"):
         return Compressed(stream, params, "float16" if name == "fp16" else "bfloat16")
-    return PowerSgd(stream, params) if name == "power_sgd" else CommHook(stream, params)
+    return PowerSgd(stream, params, first=2 if static_graph else 1) if name == "power_sgd" else CommHook(stream, params)

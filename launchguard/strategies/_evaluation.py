@@ -43,11 +43,13 @@ class Container:
 
 
 class Evaluation:
-    """One run over the evaluation set. ranks: whose predictions meet on every one of them."""
+    """One run over the evaluation set. ranks: whose predictions meet on every one of them; share: batches that come to this device at
+    once, for it and for others (DataParallel)."""
 
-    def __init__(self, stream: Stream, spec: EvaluationSpec, trace: StepTrace, ranks: int) -> None:
-        self.stream, self.spec, self.ranks = stream, spec, ranks
+    def __init__(self, stream: Stream, spec: EvaluationSpec, trace: StepTrace, ranks: int, share: int = 1) -> None:
+        self.stream, self.spec, self.ranks = stream, spec, ranks * share
         self.batch = MicroBatch(trace)
+        self.input_bytes = [n * share for n in self.batch.input_bytes]
         self.sizes = [] if spec.loss_only else kept_bytes(spec, trace)
         self.containers = [Container(stream, spec.concatenate, "kept predictions") for _ in self.sizes]
         self.variables: list[int] = []  # what the loop's own names hold of the last batch
@@ -71,7 +73,7 @@ class Evaluation:
     def _predict(self, hooks: MicroBatchHooks) -> list[int]:
         """The loader's next batch, which replaces the last one when it is there, and prediction_step; what it returns."""
         stream = self.stream
-        fresh = [stream.alloc(n, Category.ACTIVATIONS, "inputs") for n in self.batch.input_bytes]
+        fresh = [stream.alloc(n, Category.ACTIVATIONS, "inputs") for n in self.input_bytes]
         stream.free(*self.inputs)
         self.inputs = fresh
         handles = self.batch.run(stream, hooks, (PHASE, PHASE), inputs_held=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from launchguard.events import HostPhase, RankSchedule, StepTrace
-from launchguard.job import JobSpec, ZeroSpec
+from launchguard.job import JobSpec, SavingSpec, ZeroSpec
 from launchguard.profiles import optimizer, state_bytes
 from launchguard.strategies._evaluation import ASSUMED_BATCHES, kept_bytes
 from launchguard.strategies._stream import MicroBatch
@@ -21,6 +21,7 @@ MAPPED_SINCE = 5  # transformers
 PROCESS_BYTES = 310 * MIB
 WORKER_BYTES = 10 * MIB
 PREFETCHED = 2  # torch 2.13 utils/data/dataloader.py: batches for each worker
+SWAPPED_STATES = ("fp32 master partition", "fp32 gradient partition", "exp_avg", "exp_avg_sq")  # labels of the ZeRO engines
 HOST_PHASES = ("load", "prepare", "resume", "step_1", "step_2", "evaluation", "save")  # in the order in which they come
 Bytes = dict[str, int]
 
@@ -29,15 +30,16 @@ def node_phases(job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule
     """Bytes of the first node by phase. Each phase holds what lasts (offloaded states) and what only it needs; rank 0 is on this node."""
     host = _Host(job, trace)
     ranks = job.launch.nproc_per_node
-    lasting = _lasting(schedules, ranks)
+    lasting = {name: host.swapped(found, ranks) for name, found in _lasting(schedules, ranks).items()}
     settled = lasting.get("step_2") or lasting.get("step_1") or lasting.get("prepare") or {}
     phases = {"load": host.load(), "prepare": lasting.get("prepare", {}), "step_1": lasting.get("step_1", {}), "step_2": settled}
     offloaded = host.fsdp_offload(ranks)
+    if job.resume:
+        phases["resume"] = {**lasting.get("prepare", {}), **offloaded, **host.resume(ranks)}
+    offloaded |= host.saved_activations(trace)
     batches = host.batches(trace)
     for name in ("step_1", "step_2"):
         phases[name] = {**phases[name], **offloaded, **batches}
-    if job.resume:
-        phases["resume"] = {**lasting.get("prepare", {}), **offloaded, **host.resume(ranks)}
     if job.evaluation is not None and trace.evaluation is not None:
         phases["evaluation"] = {**settled, **offloaded, **host.evaluation(trace.evaluation, ranks)}
     if job.saving is not None:
@@ -107,6 +109,22 @@ class _Host:
             return 0
         return sum(p.numel * dtype_bytes(precision.storage if p.requires_grad else precision.load) for p in self.params)
 
+    def swapped(self, lasting: Mapping[str, int], ranks: int) -> Bytes:
+        """NVMe offload: states and partitions lie in files, and each rank has pinned buffers to move them through, there from the start:
+        buffer_count x the largest sub-group in float32; buffer_count x buffer_size parameters (deepspeed 0.19.8 swap_tensor/utils.py:
+        SwapBufferManager, optimizer_utils.py, partitioned_param_swapper.py:_configure_aio; a report of 5 x 2 GiB x 2 bytes agrees)."""
+        zero, found = self.job.zero or ZeroSpec(), dict(lasting)
+        if zero.offload_optimizer == "nvme":
+            partition = ceil_div(sum(p.numel for p in self.params if p.requires_grad), self.job.world_size)
+            largest = min(zero.sub_group_size, partition) * dtype_bytes("float32")
+            found = {label: n for label, n in found.items() if label not in SWAPPED_STATES}
+            found["NVMe swap buffers of the optimizer (pinned)"] = zero.offload_optimizer_buffer_count * largest * ranks
+        if zero.offload_param == "nvme":
+            found.pop("parameter partition", None)
+            buffers = zero.offload_param_buffer_count * zero.offload_param_buffer_size * dtype_bytes(dtype_name(zero.dtype))
+            found["NVMe swap buffers of parameters (pinned)"] = buffers * ranks
+        return found
+
     def processes(self) -> Bytes:
         """What a rank's process and its data loader workers hold beside tensors; workers share the rank's pages until they write."""
         found = {"processes (Python and libraries)": PROCESS_BYTES * self.ranks}
@@ -120,6 +138,11 @@ class _Host:
         batch = sum(MicroBatch(trace).input_bytes)
         ready = (PREFETCHED * self.job.dataloader_workers + 1) * batch
         return {"batches ready for the device": ready * self.ranks}
+
+    def saved_activations(self, trace: StepTrace) -> Bytes:
+        """What forward keeps on the host for backward: pinned blocks, which torch's allocator makes powers of two and never gives back
+        (torch 2.13 autograd/graph.py:save_on_cpu, CachingHostAllocator.h)."""
+        return {"saved activations (pinned)": sum(map(_power_of_two, trace.facts.get("saved_on_host", ()))) * self.ranks}
 
     def resume(self, ranks: int) -> Bytes:
         """What is read from a checkpoint before it is copied (transformers 5.24 trainer.py). ZeRO: each rank the whole 16-bit model of
@@ -180,8 +203,25 @@ class _Host:
         utils/fsdp_utils.py:save_fsdp_model, save_fsdp_optimizer); sharded: each rank its own shard. ZeRO-3: 16-bit weights on rank 0
         (deepspeed 0.19.8 engine.py:_zero3_consolidated_16bit_state_dict). ZeRO 0-2: a copy on every rank (accelerate 1.15
         accelerator.py:get_state_dict, clone_tensors_for_torch_save). Otherwise one file at a time."""
-        spec, zero, fsdp = self.job.saving, self.job.zero or ZeroSpec(), self.job.fsdp
+        spec = self.job.saving
         assert spec is not None
+        written = (self._library_save(spec, ranks) if spec.library else {}, self._script_save(spec.script, ranks))
+        return max(written, key=lambda found: sum(found.values()))
+
+    def _script_save(self, script: str | None, ranks: int) -> Bytes:
+        """What the script gathers in host memory by itself."""
+        if script == "float32":  # deepspeed 0.19.8 utils/zero_to_fp32.py: the weights alone, the states' files are mapped
+            return {"float32 weights from the ZeRO checkpoint": self._whole("float32")}
+        whole = self._whole(self.job.zero.dtype if self.job.strategy == "zero" and self.job.zero else self.job.precision.storage)
+        places = {
+            "rank 0": {"full state dict on rank 0": whole},
+            "every host": {f"full state dict on each of {ranks} ranks": whole * ranks},
+            "sharded": {"sharded state dicts": whole // self.shards * ranks},
+        }
+        return places.get(script or "", {})
+
+    def _library_save(self, spec: SavingSpec, ranks: int) -> Bytes:
+        zero, fsdp = self.job.zero or ZeroSpec(), self.job.fsdp
         if fsdp is not None and self.job.strategy.startswith("fsdp"):
             trained = sum(p.numel for p in self.params if p.requires_grad) * dtype_bytes(self.job.precision.storage)
             model, states = self._whole(self.job.precision.storage), 2 * trained if spec.optimizer else 0

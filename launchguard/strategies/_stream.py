@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launchguard.events import Category, MemoryEvent, Op, StepTrace, TraceOp
+from launchguard.events import Category, MemoryEvent, Op, StepTrace, TraceEvent, TraceOp
 
 
 class Stream:
@@ -95,19 +95,44 @@ def kept_by_autograd(trace: StepTrace) -> frozenset[int]:
     return frozenset(died)
 
 
+def without_identities(events: Sequence[TraceEvent]) -> list[TraceEvent]:
+    """The events where no framework puts an identity on modules' inputs, as the tracer does for BACKWARD_EXIT: autograd hands a node's
+    gradients on, and adds them up, before the hooks of its parameters run (torch 2.13 autograd/engine.cpp:evaluate_function; AccumulateGrad
+    is first in the ready queue). What a gradient frees when it has passed the identity goes before those hooks."""
+    out: list[TraceEvent] = []
+    first_grad = 0  # where the hooks stand that ran since anything else did; out's length when none did
+    passed = False  # an identity stands behind them
+    grads: set[int] = set()
+    for e in events:
+        if e.op is TraceOp.BACKWARD_EXIT:
+            passed = True
+        elif e.op is TraceOp.FREE and passed:
+            out.insert(first_grad, e)
+            first_grad += 1
+            continue
+        elif e.op is TraceOp.GRAD:
+            if passed:
+                passed, first_grad = False, len(out)
+            grads.add(e.b)
+        elif e.op is not TraceOp.FREE or e.a not in grads:
+            passed, first_grad = False, len(out) + 1
+        out.append(e)
+    return out
+
+
 class MicroBatch:
-    """One traced micro-batch, ready to be replayed any number of times.
+    """One traced micro-batch, ready to be replayed any number of times. identities: the framework puts some on modules' inputs.
 
     workspace_bytes: cuBLAS keeps one workspace per thread that multiplies matrices: the main thread's appears in the first
     forward, autograd's in the first backward (allocator_overheads: measured, inside torch's allocated bytes).
     """
 
-    def __init__(self, trace: StepTrace, workspace_bytes: int = 0) -> None:
+    def __init__(self, trace: StepTrace, workspace_bytes: int = 0, identities: bool = True) -> None:
         self.trace = trace
         self._cold = [workspace_bytes, workspace_bytes]  # forward, backward
         self.inputs = frozenset(i for i in trace.inputs if i > 0)
         self.input_bytes = [b for op, a, b in trace.events if op is TraceOp.ALLOC and a in self.inputs]
-        self.events = [(int(op), a, b) for op, a, b in trace.events]
+        self.events = [(int(op), a, b) for op, a, b in (trace.events if identities else without_identities(trace.events))]
         self.saved = saved_for_backward(trace)
         self.names = [m.name or m.cls for m in trace.modules]
         self.kept = frozenset(p.storage for p in trace.predictions)

@@ -90,6 +90,12 @@ class ZeroEngine(Engine):
             self.stream.alloc(4, Category.OPTIMIZER_STATES, "overflow flag")
 
     # the optimizer -------------------------------------------------------------------------------------------------
+    def first_optimizer(self) -> None:
+        """The engine's basic optimizer is over the model's own parameters. One that makes its states at construction (Adagrad) keeps those:
+        the wrapper constructs it anew over its partitions (stage_1_and_2.py and stage3.py:initialize_optimizer_states)."""
+        params = [self.trace.params[i] for group in self.groups for i in group]
+        OptimizerStates(self.stream, self.job.optimizer, [[SteppedTensor(p.shape, self.dtype) for p in params]], not self.offload)
+
     def optimizer_of(self, numels: Sequence[int]) -> OptimizerStates:
         """States over flat master partitions of these sizes."""
         return OptimizerStates(self.stream, self.job.optimizer, [[SteppedTensor((n,), self.moment_dtype)] for n in numels])

@@ -63,6 +63,7 @@ class PartitionedEngine(ZeroEngine):
     def _initialise(self) -> None:
         stream = self.stream
         self.model_to_device()
+        self.first_optimizer()
         if not self.offload:
             self.overflow_flag()
         for group in self.flat:
@@ -84,8 +85,8 @@ class PartitionedEngine(ZeroEngine):
             self.mark_host("prepare", {"pageable copies while pinning": unpinned})
         else:
             grads = [stream.alloc(g.size * self.master, Category.GRADIENTS, "fp32 gradient partition") for g in self.flat]
-            stream.free(*grads)
             self.optimizers = [self.optimizer_of([g.size]) for g in self.flat]
+            stream.free(*grads)
 
     def _flatten(self, group: FlatGroup) -> None:
         """Parameters and their flat copy coexist, unless the card has no room: then the copy is made on the host."""

@@ -75,6 +75,7 @@ class ShardedEngine(ZeroEngine):
         zero = self.zero
         if not zero.zero_init:
             self.model_to_device()
+            self.first_optimizer()
         if not self.offload:
             self.overflow_flag()
         if not zero.zero_init:
@@ -479,15 +480,40 @@ class ShardedEngine(ZeroEngine):
         """_zero3_consolidated_16bit_state_dict: everything is partitioned, then each module's own parameters are whole on every rank while
         rank 0 copies them to its host; afterwards the persistent ones are gathered again (engine.py, stage3.py:checkpoint_event_prologue,
         checkpoint_event_epilogue). Without the 16-bit weights ranks write their own partitions."""
-        if not self.zero.stage3_gather_16bit_weights_on_model_save:
-            return
+        if self.zero.stage3_gather_16bit_weights_on_model_save:
+            self.gather_state_dict("rank 0")
+
+    def gather_state_dict(self, where: str) -> None:
+        """The consolidated 16-bit weights of `save`; on the device: GatheredParameters over all parameters (partition_parameters.py),
+        whole on every rank until its block ends. float32 weights come from files."""
+        if where == "device":
+            self.release_whole(self.whole_model())
+        elif where == "rank 0":
+            self._partition_all()
+            for params in self._params_by_module():
+                self.stream.free(*self._whole(params))
+            self._gather_persistent()
+
+    def whole_model(self) -> list[int]:
+        """GatheredParameters over all parameters."""
+        self._partition_all()
+        return [handle for params in self._params_by_module() for handle in self._whole(params)]
+
+    def release_whole(self, handles: Sequence[int]) -> None:
+        super().release_whole(handles)
+        self._gather_persistent()
+
+    def _partition_all(self) -> None:
         self.coordinator.release_all()
         for i in [i for i in self.gathered if self.persistent[i]]:
             self.stream.free(self.gathered.pop(i))
-        for params in self._params_by_module():
-            whole = [self.stream.alloc(self._padded(i) * self.b, Category.COMMUNICATION, "gathered state dict") for i in params]
-            self.stream.free(*whole)
-        self._gather_persistent()
+
+    def _whole(self, params: Sequence[int]) -> list[int]:
+        return [self.stream.alloc(self._padded(i) * self.b, Category.COMMUNICATION, "gathered state dict") for i in params]
+
+    def synced_tensors(self) -> list[int]:
+        """GatheredParameters of one parameter after the other (trl 1.16 generation/vllm_generation.py)."""
+        return [self._padded(i) * self.b for i in range(len(self.trace.params))]
 
     def _params_by_module(self) -> list[list[int]]:
         own: dict[int, list[int]] = {}

@@ -33,8 +33,9 @@ class DdpEngine(SingleEngine):
         self.searches_unused = self.spec.find_unused_parameters and not self.spec.static_graph
         self.rebuilt = self.searches_unused  # then buckets are never rebuilt
         self.needed = kept_by_autograd(trace)
-        self.hook = hook_of(self.spec.comm_hook, self.stream, trace.params)
+        self.hook = hook_of(self.spec.comm_hook, self.stream, trace.params, self.spec.static_graph)
         self.ran_backward = False
+        self.steps = max(self.steps, self.hook.first + 2)  # one with what the hook keeps of the one before
 
     @property
     def spec(self) -> DdpSpec:
@@ -43,6 +44,8 @@ class DdpEngine(SingleEngine):
     def prepare(self) -> None:
         broadcast_coalesced(self.stream, [self.stored_bytes(i) for i in range(len(self.trace.params))])
         self._allocate_buckets(self.assign(self.trainable, capped=self.searches_unused)[::-1])  # compute_bucket_size_limits
+        if self.spec.find_unused_parameters or self.spec.static_graph:  # reducer.cpp:initialize_local_used_map; its twin is on the host
+            self.stream.alloc(dtype_bytes("int32") * len(self.trainable), Category.COMMUNICATION, "which parameters were used")
         super().prepare()
 
     def _allocate_buckets(self, members: list[list[int]]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from launchguard.events import Category, Op, RankSchedule, StepTrace, TraceOp
 from launchguard.fsdp_units import Unit, peft_policy, units_of
+from launchguard.installed import release
 from launchguard.job import FsdpSpec, JobSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._loop import Engine, broadcast_coalesced, schedule_of
@@ -18,7 +19,9 @@ from launchguard.units import ceil_div, dtype_bytes, round_up
 
 PRE_UNSHARD_STREAM, UNSHARD_STREAM, POST_BACKWARD_STREAM = 3, 1, 2  # _runtime_utils.py:_init_streams
 ALIGNMENT_BYTES = 16  # use_orig_params: every parameter starts at a multiple (_flat_param.py:_get_aligned_numel)
+KEPT_BY_HOOK = ("copy", "gradient")
 SHARDED_GRADIENT = (Category.GRADIENTS, "sharded gradients", POST_BACKWARD_STREAM)
+CHECKPOINT_INSIDE_UNIT = (4, 52)  # transformers modeling_layers.py:GradientCheckpointingLayer; older ones checkpoint from outside
 KEEPS_UNSHARDED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 
 
@@ -66,6 +69,8 @@ class Fsdp1Engine(Engine):
         self.initialised = False
         self.root_entered = False  # backward has reached the root's outputs
         self.delayed: Handle | None = None  # its split's backward waits for the unit before it
+        self.input_bytes = self._recomputed_inputs()
+        self.pinned: list[int] = []  # inputs of recomputed frozen units, and their gradients
         self.stale: list[int] = []  # use_orig_params: gradient shards live until the next root pre-forward
 
     def _hand_over(self) -> set[int]:
@@ -82,6 +87,20 @@ class Fsdp1Engine(Engine):
             elif e.op in (TraceOp.ALLOC, TraceOp.GRAD):
                 waiting = set()
         return found
+
+    def _recomputed_inputs(self) -> dict[int, int]:
+        """Bytes of the input of each frozen unit that a reentrant checkpoint recomputes from outside. Its reshard-only hook sits on the
+        detached copy of that input and holds it, and so its gradient, until the hook is removed at the end of backward
+        (_runtime_utils.py:_register_post_backward_reshard_only_hook; torch/autograd/graph.py:register_multi_grad_hook). Seen with
+        transformers 4.48.1, and not with 5.24, on a virtual card."""
+        ckpt, version = self.job.activation_checkpointing, self.job.versions.get("transformers")
+        if not (ckpt.enabled and ckpt.via == "model" and ckpt.use_reentrant and version) or release(version) >= CHECKPOINT_INSIDE_UNIT:
+            return {}
+        sizes = {e.a: e.b for e in self.trace.events if e.op is TraceOp.ALLOC}
+        checkpointed = self.trace.facts.get("no_split_modules", ())
+        frozen = {m for h in self.handles if not h.trainable and not h.unit.is_root for m in h.unit.modules}
+        layers = {m for m in frozen if self.trace.modules[m].cls in checkpointed}
+        return {e.a: sizes.get(e.b, 0) for e in self.trace.events if e.op is TraceOp.ENTER and e.a in layers}
 
     def layout(self, params: Sequence[int], compute: str) -> tuple[list[int], int]:
         """Where each parameter starts in the flat one, and its numel. use_orig_params: parameters start at 16 bytes, and the end is padded
@@ -266,6 +285,9 @@ class Fsdp1Engine(Engine):
         if h is None or h.unit.is_root:
             return
         if not h.trainable:
+            if module in self.input_bytes:
+                size = self.input_bytes[module]
+                self.pinned += [self.stream.alloc(size, Category.ACTIVATIONS, f"{kept} of a frozen unit's input") for kept in KEPT_BY_HOOK]
             self.handed_over = h
             if module not in self.hand_over:
                 self._reshard_handed_over()
@@ -276,6 +298,8 @@ class Fsdp1Engine(Engine):
 
     def backward_end(self) -> None:
         self.delayed = None
+        self.stream.free(*self.pinned)
+        self.pinned = []
         for h in self.handles:
             if h.grads:
                 self._post_backward(h)
@@ -347,19 +371,51 @@ class Fsdp1Engine(Engine):
         self.optimizer.step()
 
     def save(self, spec: SavingSpec) -> None:
-        """A full state dict unshards each unit in full precision, which drops its low-precision copy, and moves it to rank 0's host before
-        the next (torch 2.13 _unshard_param_utils.py:_unshard_fsdp_state_params, _flat_param.py:to_cpu); optimizer states are gathered unit
-        by unit into one buffer (_optim_utils.py:_allgather_orig_param_states). Sharded ones are copied to the host as they are."""
+        """A full state dict of the model, then optimizer states unit by unit in one buffer (_optim_utils.py:
+        _allgather_orig_param_states). Sharded ones are copied to the host as they are."""
         if self.spec.state_dict_type != "FULL_STATE_DICT" or self.replicated:
             return
-        for h in self.handles:
-            self._reshard(h)
-            self.stream.touch(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered state dict", UNSHARD_STREAM)
+        self.gather_state_dict("rank 0")
         for h in self.handles if spec.optimizer else ():
             if h.trainable:
                 gathered = self.stream.alloc(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
                 self.stream.touch(h.shard * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered optimizer state")
                 self.stream.free(gathered)
+
+    def gather_state_dict(self, where: str) -> None:
+        """A full state dict unshards each unit in full precision, which drops its low-precision copy. With offload_to_cpu it goes to the
+        host before the next (torch 2.13 _unshard_param_utils.py:_unshard_fsdp_state_params, _flat_param.py:to_cpu); without, each of its
+        parameters is cloned, the root being whole all the while (_state_dict_utils.py:_full_pre_state_dict_hook,
+        _full_post_state_dict_hook). save_pretrained of a wrapped model leaves the root's own parameters out: an upper bound."""
+        if self.replicated or where == "sharded":
+            return
+        clones: list[int] = []
+        *units, root = self.handles
+        whole = self._whole(root) if where == "device" else 0
+        for h in units if where == "device" else self.handles:
+            unsharded = self._whole(h)
+            if where == "device":
+                clones += self._clones(h)
+            self.stream.free(unsharded)
+        if where == "device":
+            clones += self._clones(root)
+        self.stream.free(whole, *clones)
+
+    def whole_model(self) -> list[int]:
+        """summon_full_params: every unit in full precision."""
+        return [] if self.replicated else [self._whole(h) for h in self.handles]
+
+    def _whole(self, h: Handle) -> int:
+        self._reshard(h)
+        return self.stream.alloc(h.full * dtype_bytes(h.stored), Category.COMMUNICATION, "gathered state dict", UNSHARD_STREAM)
+
+    def _clones(self, h: Handle) -> list[int]:
+        sizes = (self.trace.params[i].numel * dtype_bytes(h.stored) for i in h.unit.params)
+        return [self.stream.alloc(n, Category.COMMUNICATION, "state dict on the device") for n in sizes]
+
+    def synced_tensors(self) -> list[int]:
+        """FSDP.summon_full_params of one unit after the other (trl 1.16 generation/vllm_generation.py:_iter_fsdp1_named_params)."""
+        return [] if self.replicated else [h.full * dtype_bytes(h.stored) for h in self.handles]
 
     def resume(self) -> None:
         """A full state dict is copied into units that are whole in full precision, the root all the while (torch 2.13 _state_dict_utils.py:

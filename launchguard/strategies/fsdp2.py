@@ -97,7 +97,7 @@ class Fsdp2Engine(Engine):
 
     def _wrap(self, g: Group) -> list[int]:
         """Shard one group; returns the full parameters that outlive it: fsdp2_prepare_model's locals hold the weights of embedding and
-        head (input_weight, output_weight)."""
+        head (input_weight, output_weight) and the last parameter (param, the variable of its loops)."""
         full: dict[int, int] = {}
         if not self.spec.cpu_ram_efficient_loading:
             for i in g.unit.params:
@@ -106,13 +106,14 @@ class Fsdp2Engine(Engine):
             if not (self.spec.offload_params and self.spec.cpu_ram_efficient_loading):
                 shard = self.stream.alloc(g.stored_bytes[i], Category.PARAMETERS, "sharded parameters")
                 self.stream.free(shard if self.spec.offload_params else 0)
-        outlive = self._embedding_weights() if self.spec.accelerate_grouping else frozenset()
+        outlive = self._in_locals() if self.spec.accelerate_grouping else frozenset()
         self.stream.free(*[h for i, h in full.items() if i not in outlive])
         return [h for i, h in full.items() if i in outlive]
 
-    def _embedding_weights(self) -> frozenset[int]:
+    def _in_locals(self) -> frozenset[int]:
         names = {self.trace.facts.get("input_embedding"), self.trace.facts.get("output_embedding")} - {None}
-        return frozenset(i for i, p in enumerate(self.trace.params) if p.name in {f"{n}.weight" for n in names})
+        last = len(self.trace.params) - 1
+        return frozenset(i for i, p in enumerate(self.trace.params) if i == last or p.name in {f"{n}.weight" for n in names})
 
     def _load_full_state_dict(self) -> None:
         """accelerate fsdp2_load_full_state_dict: every full parameter is broadcast to the device, its shard is kept."""
@@ -336,6 +337,25 @@ class Fsdp2Engine(Engine):
         states = self.trainable * 2 if spec.optimizer else []
         for i in (*range(len(self.trace.params)), *states):
             self.stream.touch(self.stored_bytes(i, self.stored_dtype(i)), Category.COMMUNICATION, "gathered state dict")
+
+    def gather_state_dict(self, where: str) -> None:
+        """Each tensor is made whole in turn, and stays where it was made unless it goes to the host (torch 2.13 distributed/
+        _state_dict_utils.py:_gather_state_dict with cpu_offload or without; tensor/_api.py:full_tensor)."""
+        if self.shards == 1 or where == "sharded":
+            return
+        whole: list[int] = []
+        for i in range(len(self.trace.params)):
+            size = self.stored_bytes(i, self.stored_dtype(i))
+            whole.append(
+                self.stream.alloc(size, Category.COMMUNICATION, "state dict on the device" if where == "device" else "gathered state dict")
+            )
+            if where != "device":
+                self.stream.free(whole.pop())
+        self.stream.free(*whole)
+
+    def synced_tensors(self) -> list[int]:
+        """full_tensor of one parameter after the other (trl 1.16 generation/vllm_generation.py)."""
+        return [self.stored_bytes(i, self.stored_dtype(i)) for i in range(len(self.trace.params))] if self.shards > 1 else []
 
     def resume(self) -> None:
         """Optimizer states are made by a step first, then filled (accelerate 1.15 utils/fsdp_utils.py:load_fsdp_optimizer). A full state

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ def residuals(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     yield rows
     limit = getattr(request.module, "LIMIT", "0 B")
     request.node.user_properties.append(("residuals", [request.module.__name__, limit, rows]))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist (--dist loadgroup) takes a whole suite here: its cases come from one run of the real library."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -3,8 +3,9 @@
     python ddp_worker.py CASES.json OUT.pickle
 
 One process is a world of one: every rank holds the same. The initial broadcast is left out: gloo's threads free its buffers where the
-profiler does not look. Truth are the CPU allocator's own events (torch.profiler). The StepTrace of the
-plain module is taken as for FSDP (fsdp_worker.py): its ops allocate the same on both devices, but for scratch of LayerNorm's CPU kernel.
+profiler does not look. Truth are the CPU allocator's own events (torch.profiler). The StepTrace of the plain module is taken as for FSDP
+(fsdp_worker.py), with autograd's sums in place as real tensors get them: its ops allocate the same on both devices, but for scratch of
+LayerNorm's CPU kernel.
 """
 
 from __future__ import annotations
@@ -52,11 +53,17 @@ def rows_of(events: list[tuple[int, str, int, int]]) -> list[dict[str, Any]]:
     return rows
 
 
+IN_FLIGHT: list[Any] = []
+
+
 class Reduced:
-    """What all_reduce gives in a world of one, at once: gloo's threads would free tensors where the profiler does not look."""
+    """What all_reduce gives in a world of one, at once: gloo's threads would free tensors where the profiler does not look. It is held
+    until the next collective, as ProcessGroupNCCL does (ProcessGroupNCCL.cpp: stashed_for_allocator_safety_, unstashed by workEnqueue),
+    here to the end of backward at the latest."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+        IN_FLIGHT[:] = [tensor]
 
     def get_future(self) -> Any:
         import torch
@@ -103,6 +110,7 @@ def run_framework(case: dict[str, Any]) -> list[dict[str, Any]]:
                     mark(f"backward_{n}")
                     loss.backward()
                     del loss
+                    IN_FLIGHT.clear()
             mark(f"step_{n}")
             optimizer.step()
             mark("idle")

@@ -14,25 +14,26 @@ import gc
 import json
 import logging
 import os
-import pickle
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from worker_results import write_results
+
 DEVICE = "simgpu"
 CASE: dict[str, Any] = dict(
     model="mlp", stage=0, dtype="bf16", offload="none", gas=1, iters=2, world=2, rank=0, bucket=100_000, prefetch=50_000, persist=0,
-    optimizer="AdamW", optimizer_params={}, zero={}, top={}, zero_init=False, freeze="", checkpoint=False, width=129, layers=4,
+    optimizer="AdamW", optimizer_params={}, zero={}, top={}, zero_init=False, freeze="", checkpoint=False, width=129, layers=4, casts=False,
 )  # fmt: skip
 KEPT: list[Any] = []
 RANDOM = {"uniform_", "normal_", "trunc_normal_", "random_", "bernoulli_", "exponential_"}
 
 
-def start(world: int, rank: int) -> Any:
-    """Fake accelerator, fake process group; returns the FakeTensorMode. Once per process: `set_rank` changes place later."""
+def start(world: int, rank: int, casts: bool = False) -> Any:
+    """Fake accelerator, fake process group; returns the FakeTensorMode. Once per process: `set_rank` changes place later.
+    casts: autocast casts what goes into ops, as launchguard's trace has CUDA's lists; else DeepSpeed acts and ops are not cast."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_SIZE="8",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", TOKENIZERS_PARALLELISM="false")  # fmt: skip
     import torch
@@ -43,15 +44,29 @@ def start(world: int, rank: int) -> Any:
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
     backend = type("Backend", (_DummyBackendModule,), {"get_amp_supported_dtype": lambda s: dtypes})
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=backend())
-    autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    autocast.fallback(torch.library.fallthrough_kernel)  # torch_autocast: DeepSpeed acts, ops are not cast
-    KEPT.append(autocast)
+    if casts:
+        _cast_in_autocast()
+    else:
+        autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+        autocast.fallback(torch.library.fallthrough_kernel)
+        KEPT.append(autocast)
     torch.set_num_threads(1)
     torch.cuda.get_device_capability = lambda *a, **k: (9, 0)  # type: ignore[assignment,misc]
     _fake_accelerator(world)
     _stub_native_ops()
     set_rank(world, rank)
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _cast_in_autocast() -> None:
+    import torch
+
+    from launchguard.trace.cuda_semantics import Card, Semantics
+
+    semantics = Semantics(Card((9, 0), 132, 2048, (2, 13)))
+    semantics._install_autocast()
+    torch.clear_autocast_cache = semantics._clear_autocast_cache(torch.clear_autocast_cache)
+    KEPT.append(semantics)
 
 
 def _fake_accelerator(world: int) -> None:
@@ -243,6 +258,7 @@ def trace_of(case: dict[str, Any], mode: Any) -> Any:
     import torch
 
     from launchguard.trace import capture
+    from launchguard.trace.zero3_linear import zero3_linear
 
     capture.SCRATCH = {}  # type: ignore[attr-defined]
     capture.Tracker._taken_over = lambda self, func, args: None  # type: ignore[method-assign,assignment]
@@ -250,7 +266,19 @@ def trace_of(case: dict[str, Any], mode: Any) -> Any:
     with mode, books.mode(), torch.device(DEVICE):
         model = build(case)
         cast(case, model)
-    return capture.capture(mode, model, dict, lambda m, batch: (run_model(case, m), None), None, lambda text: None, {})  # type: ignore[arg-type]
+    with zero3_linear(case["casts"] and case["stage"] == 3):
+        return capture.capture(mode, model, dict, lambda m, batch: (run_model(case, _region(case, m)), None), None, lambda text: None, {})  # type: ignore[arg-type]
+
+
+def _region(case: dict[str, Any], model: Any) -> Any:
+    """The module as engine.forward calls it: within the autocast region."""
+    import torch
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return model(*args, **kwargs)
+
+    return call if case["casts"] else model
 
 
 def cast(case: dict[str, Any], model: Any) -> None:
@@ -266,6 +294,7 @@ def run_engine(case: dict[str, Any], mode: Any, books: Books) -> list[dict[str, 
     import deepspeed
     import torch
 
+    deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # a job is a process: an engine before this one left it set
     config = config_of(case)
     place: Any = deepspeed.zero.Init(config_dict_or_path=config) if case["zero_init"] else torch.device(DEVICE)
     linear = torch.nn.functional.linear
@@ -306,24 +335,19 @@ def _silent() -> Iterator[None]:
 def main(cases_file: str, out_file: str) -> None:
     with open(cases_file) as f:
         cases = [{**CASE, **c} for c in json.load(f)]
-    mode = start(cases[0]["world"], cases[0]["rank"])
-    place, results = (cases[0]["world"], cases[0]["rank"]), []
-    for case in cases:
+    place = (cases[0]["world"], cases[0]["rank"])
+    mode = start(*place, cases[0]["casts"])
+
+    def fill(case: dict[str, Any], result: Any) -> None:
+        nonlocal place
         if (case["world"], case["rank"]) != place:
             place = (case["world"], case["rank"])
             set_rank(*place)
-        result = types.SimpleNamespace(case=case, phases=None, trace=None, error="")
-        try:
-            with _silent():
-                result.trace = trace_of(case, mode)
-                result.phases = run_engine(case, mode, Books())
-        except Exception as e:  # a configuration that DeepSpeed rejects is a result too
-            import traceback
+        with _silent():
+            result.trace = trace_of(case, mode)
+            result.phases = run_engine(case, mode, Books())
 
-            result.error = f"{type(e).__name__}: {e}"[:500] + "\n" + traceback.format_exc()[-2000:]
-        results.append(vars(result))
-    with open(out_file, "wb") as out:
-        pickle.dump(results, out)
+    write_results(cases, fill, out_file)
 
 
 if __name__ == "__main__":

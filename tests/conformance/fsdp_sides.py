@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launchguard.events import MemoryEvent, Op
-from launchguard.job import DdpSpec, FsdpSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec, Precision
+from launchguard.job import DdpSpec, FsdpSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec, Precision, QuantizationSpec
 from launchguard.profiles import device
 from launchguard.strategies import ddp, fsdp1, fsdp2
 
@@ -48,6 +48,11 @@ def job_of(case: dict[str, Any]) -> JobSpec:
             LaunchSpec("torchrun", (), ".", "train.py"), ModelSpec("tiny"), strategy="ddp", gradient_accumulation_steps=case["gas"],
             optimizer=OptimizerSpec("adamw", "fused"), ddp=spec,
         )  # fmt: skip
+    if case["kind"] == "dp":
+        return JobSpec(
+            LaunchSpec("python", (), ".", "train.py"), ModelSpec("tiny"), strategy="data_parallel", cards=case["cards"], loop="trainer",
+            gradient_accumulation_steps=case["gas"], optimizer=OptimizerSpec("adamw", "fused"), outputs_alive_in_backward=case["kept"],
+        )  # fmt: skip
     return _sharded_job(case)
 
 
@@ -67,7 +72,9 @@ def _sharded_job(case: dict[str, Any]) -> JobSpec:
     return JobSpec(
         LaunchSpec("torchrun", (), ".", "train.py", nproc_per_node=case["world"]), ModelSpec("tiny"), strategy=case["kind"],
         gradient_accumulation_steps=case["gas"], precision=precision, optimizer=OptimizerSpec("adamw", "fused"), fsdp=spec,
-        lora=LoraSpec() if case["lora"] else None, loop="trainer" if case["wrap"] == "peft" else "torch",
+        lora=LoraSpec(autocast_adapter_dtype=False) if case["lora"] else None,
+        quantization=QuantizationSpec("nf4", double_quant=True, quant_storage=case["quant"]) if case["quant"] else None,
+        loop="trainer" if case["wrap"] == "peft" else "torch",
     )  # fmt: skip
 
 

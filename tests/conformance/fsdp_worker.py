@@ -17,22 +17,21 @@ import functools
 import gc
 import json
 import os
-import pickle
 import sys
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsdp_sides
+from worker_results import write_results
 
 DEVICE = "simgpu"
 CASE: dict[str, Any] = dict(
     kind="fsdp2", model="tiny", storage="float32", compute="float32", reduce="float32", world=2, rank=0, reshard=True, gas=1, sync=False,
     replicate=1, tied=False, freeze="", checkpoint="", grouping=False, offload=False, strategy="FULL_SHARD", orig=False, prefetch=None,
     forward_prefetch=False, wrap="layers", load="", clip=False, sync_states=False, lora=False, targets=("up", "down"),
-    width=37, vocabulary=203,
+    width=37, vocabulary=203, hidden=36, quant="",
 )  # fmt: skip
 
 
@@ -290,23 +289,50 @@ def build(case: dict[str, Any], dtype: str) -> Any:
         model = _llama(case) if case["model"] == "llama" else _tiny(case)
     finally:
         torch.set_default_dtype(before)
+    if case["quant"]:
+        quantise(model, case["quant"])
     for name, p in model.named_parameters():
-        p.requires_grad_(not case["freeze"] or case["freeze"] in name)
+        p.requires_grad_(p.is_floating_point() and (not case["freeze"] or case["freeze"] in name))
     if case["lora"]:
         from peft import LoraConfig, inject_adapter_in_model
 
         model = inject_adapter_in_model(LoraConfig(r=3, target_modules=list(case["targets"])), model)
         for p in model.parameters():
-            p.data = p.data.to(getattr(torch, dtype))
+            if p.is_floating_point():
+                p.data = p.data.to(getattr(torch, dtype))
     return model
+
+
+def quantise(model: Any, storage: str) -> None:
+    """Layers in 4 bits as launchguard's stand-ins of bitsandbytes' class (test_quantisation.py compares the two): a fake tensor cannot
+    be of that class. FSDP and PEFT do with them what they do with tensors of that shape and dtype."""
+    import torch
+
+    from launchguard.trace import quantized
+
+    quantized._show_stand_in()
+    how = {"method": "nf4", "double_quant": True, "quant_storage": storage, "compute_dtype": "bfloat16"}
+    for block in model.layers:
+        for name in ("up", "down"):
+            layer = quantized._quantised(getattr(block, name), how)
+            for key, p in [(k, p) for k, p in layer._parameters.items() if p is not None and p.device.type == "meta"]:
+                made: Any = torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
+                made.compress_statistics, made.quant_type = True, "nf4"
+                layer._parameters[key] = made
+            for key, b in layer._buffers.items():
+                assert b is not None
+                layer._buffers[key] = torch.empty(b.shape, dtype=b.dtype)
+            setattr(block, name, layer)
+    model.is_loaded_in_4bit = True
 
 
 def _llama(case: dict[str, Any]) -> Any:
     import transformers
 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=36, intermediate_size=75, use_cache=False, num_attention_heads=3, num_key_value_heads=3,
-        vocab_size=203, max_position_embeddings=64, tie_word_embeddings=case["tied"], attn_implementation="eager"))  # fmt: skip
+        num_hidden_layers=2, hidden_size=case["hidden"], intermediate_size=75, use_cache=False, num_attention_heads=3,
+        num_key_value_heads=3, vocab_size=case["vocabulary"], max_position_embeddings=64, tie_word_embeddings=case["tied"],
+        attn_implementation="eager"))  # fmt: skip
     if case["checkpoint"] == "model":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -336,7 +362,8 @@ def checkpoint_layers(model: Any, case: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the two sides
-def trace_of(case: dict[str, Any], mode: Any) -> Any:
+def trace_of(case: dict[str, Any], mode: Any, make_batch: Callable[[], Any] = dict, step: Callable[..., Any] | None = None,
+             first: str | None = None) -> Any:  # fmt: skip
     from unittest import mock
 
     import torch
@@ -344,21 +371,24 @@ def trace_of(case: dict[str, Any], mode: Any) -> Any:
 
     from launchguard.trace import capture
     from launchguard.trace.request import _flat
-    from launchguard.trace.worker import _facts, _under_fsdp1
+    from launchguard.trace.worker import _facts, _under_fsdp1, cast_adapter_inputs
 
     capture.SCRATCH = {}  # type: ignore[attr-defined]
-    capture.Tracker._taken_over = lambda self, func, args: None  # type: ignore[method-assign,assignment]
+    if case["kind"] in ("fsdp1", "fsdp2"):
+        capture.Tracker._taken_over = lambda self, func, args: None  # type: ignore[method-assign,assignment]
     with mode, torch.device(DEVICE):
         model = build(case, case["compute"])
         if case["checkpoint"] == "wrapper":
             checkpoint_layers(model, case)
     facts = _facts(model, types.SimpleNamespace(loss=None))  # type: ignore[arg-type]
-    step: Any = lambda m, batch: (run_model(case, m), None)  # noqa: E731
+    step = step or (lambda m, batch: (run_model(case, m), None))
     flat = _flat(fsdp_sides.job_of(case)) if case["kind"] == "fsdp1" else None
     with mock.patch.object(BaseTunerLayer, "_cast_input_dtype", BaseTunerLayer._cast_input_dtype):  # the real side casts by itself
         if flat is not None:
             _under_fsdp1(model, facts, **flat)
-        trace = capture.capture(mode, model, dict, step, None, lambda text: None, facts)  # type: ignore[arg-type]
+        if first is not None:
+            cast_adapter_inputs(first)
+        trace = capture.capture(mode, model, make_batch, step, None, lambda text: None, facts)  # type: ignore[arg-type]
     return dataclasses.replace(trace, events=_end_inside_backward(trace.events))
 
 
@@ -379,6 +409,8 @@ def wrap_fsdp2(case: dict[str, Any], model: Any, mesh: Any) -> Any:
     policy: Any = {"mesh": mesh}
     if case["compute"] != case["storage"]:
         policy["mp_policy"] = MixedPrecisionPolicy(getattr(torch, case["compute"]), getattr(torch, case["reduce"]))
+    if case["quant"] == "uint8":  # as accelerate 1.15 fsdp2_prepare_model leaves Params4bit in an integer dtype alone
+        policy["ignored_params"] = {p for p in model.parameters() if not p.is_floating_point()}
     if case["offload"]:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     kind = layer_class(model, case)
@@ -469,11 +501,12 @@ def run_framework(case: dict[str, Any], mode: Any) -> list[dict[str, Any]]:
     books = Books()
     with mode, torch.device(DEVICE):
         model = build(case, case["load"] or case["storage"])
-    books.ignore([*model.parameters(), *model.buffers()])
+    books.ignore([*(p for p in model.parameters() if p.is_floating_point()), *model.buffers()])
     torch.distributed.fsdp._init_utils._move_module_to_device = lambda m, *a: books.move([*m.parameters(), *m.buffers()])
     torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device = lambda p, b, *a: books.move([*p, *b])
     with mode, books.open():
         books.mark("prepare")
+        [books.see(p) for p in model.parameters() if not p.is_floating_point()]  # weights that were quantised on the device
         model = (wrap_fsdp1 if case["kind"] == "fsdp1" else wrap_fsdp2)(case, model, mesh)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=not case["offload"])
         for n in ("1", "2", "2"):
@@ -507,24 +540,26 @@ def import_libraries() -> None:
 
 
 def main(cases_file: str, out_file: str) -> None:
+    from launchguard.trace.request import seen_first
+
     with open(cases_file) as f:
         cases = [{**CASE, **c} for c in json.load(f)]
     mode = start()
     import_libraries()
-    place, results = (0, 0), []
-    for case in cases:
-        result = types.SimpleNamespace(case=case, phases=None, trace=None, error="")
-        try:
-            if (case["world"], case["rank"]) != place:
-                place = (case["world"], case["rank"])
-                enter_world(*place)
-            result.trace = trace_of(case, mode)
-            result.phases = run_framework(case, mode)
-        except Exception as e:  # a configuration that torch rejects is a result too
-            result.error = f"{type(e).__name__}: {e}"[:300] + "\n" + "".join(traceback.format_tb(e.__traceback__))[-2500:]
-        results.append(vars(result))
-    with open(out_file, "wb") as out:
-        pickle.dump(results, out)
+    place = (0, 0)
+
+    def fill(case: dict[str, Any], result: Any) -> None:
+        nonlocal place
+        if (case["world"], case["rank"]) != place:
+            place = (case["world"], case["rank"])
+            enter_world(*place)
+        result.trace = trace_of(case, mode)
+        seen = seen_first(fsdp_sides.job_of(case))
+        if seen is not None:
+            result.trace = dataclasses.replace(result.trace, first=trace_of(case, mode, first=seen))
+        result.phases = run_framework(case, mode)
+
+    write_results(cases, fill, out_file)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Live bytes of what ops make, with the peak since the last mark."""
+    """Live bytes of what ops make, with the peak since the last mark. block: what a storage's bytes are rounded up to."""
+
+    block = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,10 +26,11 @@ class Live(TorchDispatchMode):
         for t in tree_leaves(out):
             storage = t.untyped_storage() if isinstance(t, torch.Tensor) else None
             if storage is not None and storage._cdata not in given | self.known and storage.nbytes():
+                nbytes = -(-storage.nbytes() // self.block) * self.block
                 self.known.add(storage._cdata)
-                self.live += storage.nbytes()
+                self.live += nbytes
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._gone, storage._cdata, nbytes)
         return out
 
     def _gone(self, key: int, nbytes: int) -> None:

@@ -21,6 +21,8 @@ CASES: list[dict[str, Any]] = [
     dict(model="llama", tied=True, checkpoint="wrapper", **BF16),
     dict(lora=True, freeze="lora", wrap="peft", **BF16),
     dict(lora=True, freeze="lora", wrap="peft", gas=2, **BF16),
+    dict(lora=True, freeze="lora", wrap="peft", tied=True, **BF16),
+    dict(lora=True, freeze="lora", wrap="peft", tied=True, gas=2, **BF16),
 ]
 
 

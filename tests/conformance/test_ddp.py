@@ -25,6 +25,11 @@ CASES: list[dict[str, Any]] = [
     dict(hook="bf16", static=True),
     dict(hook="power_sgd"),
     dict(hook="power_sgd", view=True),
+    dict(hook="power_sgd", gas=2),
+    dict(hook="power_sgd", static=True),
+    dict(hook="bf16", unused=True),
+    dict(hook="power_sgd", unused=True),
+    dict(hook="power_sgd", unused=True, view=True),
 ]
 
 

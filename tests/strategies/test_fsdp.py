@@ -8,7 +8,7 @@ import pytest
 
 from launchguard.events import Category, MemoryEvent, ModuleInfo, Op, ParamInfo, StepTrace, TraceEvent, TraceOp
 from launchguard.fsdp_units import peft_policy, units_of
-from launchguard.job import FsdpSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec, QuantizationSpec
+from launchguard.job import FsdpSpec, GenerationSpec, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec, QuantizationSpec, SavingSpec
 from launchguard.profiles import device
 from launchguard.strategies import fsdp1, fsdp2
 
@@ -89,3 +89,33 @@ def test_the_trainer_wraps_adapters_on_their_own_under_fsdp1_and_no_layer_under_
     assert [u.name for u in units_of(trace, job.fsdp, peft=True)] == ["l.A", "l"]
     assert [u.name for u in units_of(trace, job.fsdp)] == ["l"]
     assert [u.name for u in units_of(trace, replace(job.fsdp, version=2), peft=True)] == [""]
+
+
+@pytest.mark.parametrize(
+    ("version", "where", "whole"), [(1, "device", 3), (1, "rank 0", 1), (1, "sharded", 0), (2, "device", 2), (2, "rank 0", 1)]
+)
+def test_what_a_script_gathers_by_itself(version: int, where: str, whole: int) -> None:
+    """Tensors of one layer's size at the peak: on the device the clones of both layers stay (FSDP1 beside the unit that is whole)."""
+    job = replace(job_of(version), saving=SavingSpec(library=False, script=where))
+    strategy = fsdp1 if version == 1 else fsdp2
+    events = strategy.schedule(job, trace_of(params()), (0,), device("a100-80-sxm")).events
+    extra = peak(events, "save", Category.COMMUNICATION) - peak(events, "idle", Category.COMMUNICATION)
+    assert extra == whole * 4 * WIDTH
+
+
+def test_generation_with_every_unit_whole_and_its_cache() -> None:
+    spec = GenerationSpec("evaluation", sequences=2, cache_bytes=5000, layer_bytes=500, vocabulary=10, whole=True)
+    events = fsdp1.schedule(replace(job_of(1), generation=spec), trace_of(params()), (0,), device("a100-80-sxm")).events
+    extra = peak(events, "generation", Category.COMMUNICATION) - peak(events, "idle", Category.COMMUNICATION)
+    assert extra == 2 * 4 * WIDTH and peak(events, "generation", Category.ACTIVATIONS) == 5000
+    synced = fsdp2.schedule(replace(job_of(2), generation=replace(spec, sync=True)), trace_of(params()), (0,), device("a100-80-sxm")).events
+    assert peak(synced, "generation", Category.COMMUNICATION) - peak(synced, "idle", Category.COMMUNICATION) == 4 * WIDTH
+
+
+def test_the_reference_model_is_sharded_too() -> None:
+    for version, strategy in ((1, fsdp1), (2, fsdp2)):
+        plain, held = (
+            peak(strategy.schedule(job, trace_of(params()), (0,), device("a100-80-sxm")).events, "idle", Category.PARAMETERS)
+            for job in (job_of(version), replace(job_of(version), reference=True))
+        )
+        assert held - plain == 2 * 4 * WIDTH // 4  # two layers in float32 over four ranks

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from launchguard import strategies, trace
-from launchguard.job import EvaluationSpec, FsdpSpec, JobSpec, Precision, SavingSpec, ZeroSpec
+from launchguard.job import ActivationCheckpointing, EvaluationSpec, FsdpSpec, JobSpec, Precision, SavingSpec, ZeroSpec
 from launchguard.profiles import device
 from launchguard.report import text
 from launchguard.report.json import SCHEMA_FILE, to_dict
@@ -157,6 +157,13 @@ def test_fsdp_offload_pins_in_powers_of_two(make_job: Callable[..., JobSpec]) ->
     assert 4 * (4 + 4 + 8) * n // 4 < held < 4 * (8 + 8 + 9) * n // 4
 
 
+def test_offloaded_checkpoints_wait_in_pinned_blocks(make_job: Callable[..., JobSpec]) -> None:
+    ckpt = ActivationCheckpointing(True, offload=True)
+    job = make_job(ranks=2, loop="trainer", strategy="ddp", config={"num_hidden_layers": 3}, seq_len=96, activation_checkpointing=ckpt)
+    hidden = 4 * job.micro_batch_size * 96 * job.model.config["hidden_size"]
+    assert nodes(job)["step_1"]["saved activations (pinned)"] == 2 * 3 * (1 << (hidden - 1).bit_length())
+
+
 @pytest.mark.parametrize(("stage", "gather", "per_rank"), [(2, False, 4), (3, True, 1), (3, False, 0)])
 def test_zero_saves(make_job: Callable[..., JobSpec], stage: int, gather: bool, per_rank: int) -> None:
     zero = ZeroSpec(stage=stage, dtype="bfloat16", zero_init=stage == 3, stage3_gather_16bit_weights_on_model_save=gather)
@@ -198,3 +205,16 @@ def test_only_the_host_is_short(make_job: Callable[..., JobSpec]) -> None:
 def test_another_machines_memory_is_not_guessed(make_job: Callable[..., JobSpec]) -> None:
     found: Any = verdict(make_job(ranks=4, loop="trainer", strategy="ddp", device="2GiB"))
     assert found.verdict == "fits" and found.host[0].budget_bytes is None and found.host[0].peak_bytes > 0
+
+
+def test_nvme_offload_holds_buffers_in_place_of_states(make_job: Callable[..., JobSpec]) -> None:
+    zero = ZeroSpec(stage=3, dtype="bfloat16", zero_init=True, offload_optimizer="cpu", offload_param="cpu", offload_param_buffer_size=1000)
+    base = make_job(ranks=2, loop="trainer", strategy="zero", zero=zero, precision=HALF)
+    job = base.changed({"optimizer.implementation": "cpu"})
+    swapped = job.changed({"zero.offload_optimizer": "nvme", "zero.offload_param": "nvme", "zero.sub_group_size": 500})
+    found = nodes(swapped)["step_2"]
+    assert found["NVMe swap buffers of the optimizer (pinned)"] == 4 * 500 * 4 * 2  # buffers, elements of a sub-group, float32, ranks
+    assert found["NVMe swap buffers of parameters (pinned)"] == 5 * 1000 * 2 * 2
+    assert not {"exp_avg", "exp_avg_sq", "fp32 master partition", "parameter partition"} & set(found)
+    held = nodes(job)["step_2"]
+    assert {"exp_avg", "exp_avg_sq", "fp32 master partition", "parameter partition"} <= set(held)
