@@ -1,8 +1,8 @@
 """The command line: launchguard check | run | rehearse | explain | devices | doctor.
 
-stdout carries the answer, stderr progress and errors. Exit codes. check: 0 fits, 1 exceeds, 2 bad input or usage, 3 unknown with --strict.
-rehearse: as check; 4 the script itself failed. run: the child's own; 78 refused because it would not fit; 125 launchguard could not work,
-with --strict; 2 the job's own files are broken.
+stdout carries the answer, stderr progress and errors. Exit codes. check: 0 fits, 1 exceeds, 2 bad input or usage, 3 unknown with --strict,
+4 the stand-in of --engine rehearse failed. rehearse: as check, 4 the script itself failed. run: the child's own; 78 refused because it
+would not fit; 125 launchguard could not work, with --strict; 2 the job's own files are broken.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from launchguard import __version__
 from launchguard.errors import InputError, LaunchguardError, NotTold
+
+if TYPE_CHECKING:
+    from launchguard.verdict import Verdict
 
 FITS, EXCEEDS, BAD_INPUT, UNKNOWN, SCRIPT_FAILED, REFUSED, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 3, 4, 78, 125, 130
 COMMAND_NOT_FOUND, COMMAND_NOT_EXECUTABLE = 127, 126
@@ -34,11 +37,13 @@ def _option(flag: str, *names: str, **kwargs: Any) -> Callable[[Callable[..., An
 
 PREDICTION_OPTIONS = (
     _option("--model", metavar="PATH|ID|module:callable", help="The model, where the command does not name it."),
-    _option("--device", metavar="NAME|BYTES|auto", help="The card that the job will run on (default: this node's, through NVML)."),
+    _option("--device", metavar="NAME[,NAME]|BYTES|auto", help="The card that the job will run on (default: this node's, through NVML)."),
+    _option("--device-used", metavar="BYTES", help="What other processes hold of each card, where NVML cannot say (e.g. 3GiB)."),
     _option("--headroom", metavar="10%|6GiB", help="Device memory to keep free (default 10%)."),
     _option("--host-memory", metavar="512GiB", help="Main memory of a node (default: this node's, where the job's GPUs are here)."),
     _option("--micro-batch-size", type=click.IntRange(1), help="Samples per device and micro-batch."),
     _option("--seq-len", type=click.IntRange(1), help="Longest sequence, in tokens."),
+    _option("--lengths", metavar="FILE", help="Lengths of the samples (JSON, JSON lines, CSV, a saved dataset): longest and percentiles."),
     _option("--gpus-per-node", type=click.IntRange(1), help="Devices per node, where the command leaves that to the node."),
     _option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any field of the job, e.g. zero.stage=3."),
     _option("--json", "json_file", metavar="FILE|-", help="Write the report as JSON (schema 1)."),
@@ -78,7 +83,7 @@ def check(command: tuple[str, ...], **options: Any) -> int:
     """Predict a launch command and report: launchguard check [options] -- accelerate launch train.py ..."""
     outcome = _predict(command, options)
     _report(outcome, options, answer_only=options["quiet"])
-    return _verdict_code(outcome.verdict.verdict, options["strict"])
+    return _verdict_code(outcome.verdict, options["strict"])
 
 
 @cli.command(context_settings=PASS_THROUGH)
@@ -137,33 +142,31 @@ def _guard(command: Sequence[str], options: dict[str, Any]) -> int | None:
 def rehearse(command: tuple[str, ...], **options: Any) -> int:
     """RUN the command's script, unmodified, on virtual GPUs: launchguard rehearse [options] -- torchrun train.py ...
 
-    The real CUDA torch, DeepSpeed, FSDP and Trainer, no GPU. Your code is executed: what Python writes goes to a scratch folder, trackers
-    are off, the hub is offline.
+    The real CUDA torch, DeepSpeed, FSDP and Trainer, no GPU. Your code is executed: what it writes goes to a scratch folder (caches stay
+    where they are), trackers are off, the hub is offline.
     """
-    if not options["quiet"]:
-        click.echo("launchguard: running the script on virtual cards; no GPU is used, and what it writes is thrown away", err=True)
-    _interrupted_by(signal.SIGTERM, signal.SIGHUP)
-    outcome = _predict(command, options, engine="rehearse")
+    outcome = _predict(command, options, run_script=True)
     _report(outcome, options, answer_only=options["quiet"])
-    verdict = outcome.verdict
+    return _verdict_code(outcome.verdict, options["strict"])
+
+
+def _verdict_code(verdict: Verdict, strict: bool) -> int:
     if any(note.code == "LG105" for note in verdict.notes):
         return SCRIPT_FAILED
-    return _verdict_code(verdict.verdict, options["strict"])
-
-
-def _verdict_code(verdict: str, strict: bool) -> int:
-    if verdict == "unknown":
+    if verdict.verdict == "unknown":
         return UNKNOWN if strict else FITS
-    return EXCEEDS if verdict == "exceeds" else FITS
+    return EXCEEDS if verdict.verdict == "exceeds" else FITS
 
 
-def _interrupted_by(*numbers: int) -> None:
-    """These signals end the command as Ctrl-C does: what was started is ended, what was written is removed."""
+def _before_running(what: str, quiet: bool) -> None:
+    """Say that code is executed; from here on signals end the command as Ctrl-C does: nothing is left running or on disk."""
+    if not quiet:
+        click.echo(f"launchguard: running {what} on virtual cards; no GPU is used, and what it writes is thrown away", err=True)
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    for number in numbers:
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
 
 
@@ -191,14 +194,16 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 # ---------------------------------------------------------------- predicting and reporting
-def _predict(command: Sequence[str], options: dict[str, Any], engine: str = "trace", advise: bool = True) -> Any:
+def _predict(command: Sequence[str], options: dict[str, Any], run_script: bool = False, advise: bool = True) -> Any:
     from launchguard import preflight
 
+    if run_script or options["engine"] == "rehearse":
+        _before_running("the script" if run_script else "a stand-in for the script", quiet=options["quiet"])
     given = {k: v for k, v in options.items() if v not in (None, False, ())}
     given["set"] = dict(_key_value(text) for text in options.get("settings") or ())
     given.pop("settings", None)
     with _Progress(quiet=options["quiet"]) as progress:
-        if engine == "rehearse":
+        if run_script:
             return preflight.rehearse(tuple(command), dict(os.environ), os.getcwd(), given, progress)
         return preflight.preflight(tuple(command), dict(os.environ), os.getcwd(), given, progress, advise)
 

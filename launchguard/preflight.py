@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from launchguard import advice, configs, launch, rehearsed, strategies
-from launchguard.errors import LaunchguardError, NotTold, Unpredictable
+from launchguard.errors import InputError, LaunchguardError, NotTold, Unpredictable
 from launchguard.events import StepTrace
 from launchguard.job import JobSpec, LaunchSpec, ModelSpec, Note
 from launchguard.profiles import DeviceProfile, communicator_bytes, detect, device
-from launchguard.verdict import Advice, DeviceBudget, Verdict, device_budget, judge, unknown_verdict
+from launchguard.units import gib, parse_bytes
+from launchguard.verdict import (
+    Advice,
+    DeviceBudget,
+    LengthPrediction,
+    Verdict,
+    device_budget,
+    judge,
+    length_prediction,
+    unknown_verdict,
+    with_lengths,
+)
 
 Progress = Callable[[str], None]
 
@@ -55,13 +67,17 @@ def predict(
     """The verdict on a job, with advice when it does not fit."""
     simulator = Simulator(job, progress, use_cache)
     try:
-        verdict = simulator.simulate(job, timing)
+        verdict = simulator.at_lengths(simulator.simulate(job, timing))
     except Unpredictable as e:
-        return Outcome(unknown_verdict(job, simulator.budget, " - ".join(x for x in (e.message, e.where, e.help) if x)))
+        return _unknown(job, simulator.budget, e)
     if verdict.verdict != "exceeds" or not advise:
         return Outcome(verdict)
     progress("looking for changes that fit")
     return Outcome(verdict, tuple(advice.advise(verdict, simulator.simulate)))
+
+
+def _unknown(job: JobSpec, budget: DeviceBudget, e: Unpredictable) -> Outcome:
+    return Outcome(unknown_verdict(job, budget, " - ".join(x for x in (e.message, e.where, e.help) if x)))
 
 
 UNLIMITED_BYTES = 1 << 44  # a card that nothing fills, to see what a job that died would have needed
@@ -85,7 +101,11 @@ def rehearse_stand_in(job: JobSpec, env: Mapping[str, str], options: Mapping[str
 
     options = {**REHEARSAL_DEFAULTS, "random_weights": True, **options}
     with tempfile.TemporaryDirectory(prefix="launchguard-stand-in-") as folder:
-        return _rehearse(job, stand_in(job, options["steps"], Path(folder)), True, env, options, progress)
+        try:
+            spec = stand_in(job, options["steps"], Path(folder))
+        except Unpredictable as e:
+            return _unknown(job, find_device(job.device, job.headroom)[1], e)
+        return _rehearse(job, spec, True, env, options, progress)
 
 
 def _rehearse(
@@ -109,7 +129,9 @@ def _rehearse(
     records = run.run(plan, env, progress)
     died = tuple(record.rank for record in records if record.result == "oom")
     without_limit = run.run(dataclasses.replace(plan, total_bytes=UNLIMITED_BYTES, ranks=died), env, progress) if died else ()
-    verdict = rehearsed.judge_records(job, records, {r.rank: r for r in without_limit}, profile, budget, known)
+    unlimited = {record.rank: record for record in without_limit}
+    who = "the stand-in" if options.get("engine") == "rehearse" else "the script"
+    verdict = rehearsed.judge_records(job, records, unlimited, profile, budget, known, who)
     return Outcome(verdict, _advice_after(verdict, job, progress) if verdict.verdict == "exceeds" and known else ())
 
 
@@ -136,7 +158,8 @@ class Simulator:
 
     def __init__(self, job: JobSpec, progress: Progress = lambda text: None, use_cache: bool = True) -> None:
         self.progress, self.use_cache = progress, use_cache
-        self.profile, self.budget = find_device(job.device, job.headroom)
+        environ = {**os.environ, **job.launch.environment}
+        self.profile, self.budget = find_device(job.device, job.headroom, job.device_used, environ, job.device_share)
         self._traces: dict[str, StepTrace] = {}
 
     def simulate(self, job: JobSpec, timing: Mapping[str, float] | None = None) -> Verdict:
@@ -150,6 +173,19 @@ class Simulator:
         seconds = {**(timing or {}), "trace": traced - started, "simulate": time.perf_counter() - traced}
         return dataclasses.replace(verdict, timing_seconds={k: round(v, 3) for k, v in seconds.items()})
 
+    def at_lengths(self, verdict: Verdict) -> Verdict:
+        """The verdict, which is on the longest batch, with those on shorter ones where lengths are given."""
+        spec = verdict.job.lengths
+        if spec is None:
+            return verdict
+        found: dict[int, LengthPrediction] = {}
+        for label, tokens in spec.batch_tokens:
+            at = verdict if tokens == verdict.job.seq_len else None
+            if tokens not in found:
+                self.progress(f"predicting at {tokens} tokens ({label})")
+                found[tokens] = length_prediction(label, tokens, at or self.simulate(verdict.job.changed({"seq_len": tokens})))
+        return with_lengths(verdict, [dataclasses.replace(found[tokens], label=label) for label, tokens in spec.batch_tokens])
+
     def _trace(self, job: JobSpec) -> StepTrace:
         from launchguard import trace  # imports no torch itself; its worker process does
 
@@ -160,14 +196,35 @@ class Simulator:
         return trace.joined([self._traces[key] for key in wanted])
 
 
-def find_device(name: str, headroom: str) -> tuple[DeviceProfile, DeviceBudget]:
-    """A device by name or size; "auto": this node's GPUs through NVML, the one with the least free memory."""
+def find_device(
+    name: str, headroom: str, used: str = "0", environ: Mapping[str, str] | None = None, share: float = 0.0
+) -> tuple[DeviceProfile, DeviceBudget]:  # fmt: skip
+    """A device by name or size, the smallest where several are named; "auto": this node's GPUs through NVML, the one with the least free
+    memory of those that CUDA_VISIBLE_DEVICES leaves (environ: the job's). used: what other processes
+    hold of it; share: what an engine in the job's own processes takes of it."""
+    held = _size(used)
     if name != "auto":
-        profile = device(name)
-        return profile, device_budget(profile, headroom)
-    found = detect()
+        named = [device(part.strip()) for part in name.split(",") if part.strip()]
+        profile = min(named, key=lambda d: d.total_bytes)
+        others = {d.name for d in named} - {profile.name}
+        source = f"the smallest of the job's cards ({', '.join(sorted(others))} beside it); {profile.source}" if others else profile.source
+        held += int(share * profile.total_bytes)
+        if not held:
+            return profile, device_budget(profile, headroom, source=source)
+        return profile, device_budget(profile, headroom, profile.total_bytes - held, f"{gib(held)} in use by others; {source}")
+    found = detect(environ)
     if not found:
         raise NotTold("no GPU is visible here, so the device of the job is not known", where="--device auto",
                       help="name it: --device H100-80GB (launchguard devices lists them), or device: in launchguard.yaml")  # fmt: skip
     smallest = min(found, key=lambda d: d.free_bytes)
-    return smallest.profile, device_budget(smallest.profile, headroom, smallest.free_bytes, f"NVML: free on GPU {smallest.index}")
+    held += int(share * smallest.profile.total_bytes)
+    in_use = max(0, smallest.profile.total_bytes - smallest.free_bytes)
+    source = f"NVML: free on GPU {smallest.index}" + (f", {gib(in_use)} in use there" if in_use else "")
+    return smallest.profile, device_budget(smallest.profile, headroom, smallest.free_bytes - held, source)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text) if text != "0" else 0
+    except ValueError:
+        raise InputError(f"not a size: {text!r}", where="--device-used", help="e.g. 3GiB") from None

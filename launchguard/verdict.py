@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from launchguard.allocator import replay
 from launchguard.errors import InputError
 from launchguard.events import Category, MemoryTimeline, OutOfMemory, RankSchedule, StepTrace, TraceOp
+from launchguard.interval import UNKNOWN, Interval, interval_of
 from launchguard.job import JobSpec, Note
 from launchguard.profiles import DeviceProfile, communicator_bytes, host_memory
 from launchguard.strategies import evaluation_growth, node_phases
@@ -53,13 +55,25 @@ class Cause:
 
 @dataclass(frozen=True)
 class HostPrediction:
-    """Host memory of one node. budget_bytes: what the node has for it, None when unknown; breakdown: bytes by label at the peak."""
+    """Host memory of one node. budget_bytes: what the node has for it, None when unknown; breakdown: bytes by label at the peak;
+    fails: the first phase that needs more than the budget, None if none does."""
 
     node: int
     peak_bytes: int
     phase: str
     budget_bytes: int | None
     breakdown: Mapping[str, int]
+    fails: str | None = None
+
+
+@dataclass(frozen=True)
+class LengthPrediction:
+    """The worst rank at one length of batch. label: "p50" | "p90" | "p99" | "max"; tokens: of a row."""
+
+    label: str
+    tokens: int
+    device_bytes: int
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -83,8 +97,8 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """verdict: "fits" | "exceeds" | "unknown"; ranks: one entry per kind of rank; interval_bytes: low and high of the worst rank's
-    device bytes; timing_seconds: by stage."""
+    """verdict: "fits" | "exceeds" | "unknown"; ranks: one entry per kind of rank; interval: of the worst rank's peaks;
+    timing_seconds: by stage; lengths: where a file of lengths was given."""
 
     verdict: str
     job: JobSpec
@@ -93,9 +107,10 @@ class Verdict:
     host: tuple[HostPrediction, ...]
     causes: tuple[Cause, ...]
     confidence: Confidence
-    interval_bytes: tuple[int, int]
+    interval: Interval
     notes: tuple[Note, ...]
     timing_seconds: Mapping[str, float]
+    lengths: tuple[LengthPrediction, ...] = ()
 
 
 # ---------------------------------------------------------------- advice: here, because report and advice share it
@@ -125,13 +140,14 @@ class Advice:
 
 # ---------------------------------------------------------------- judging
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-RESERVED_SPREAD = 0.03  # reserved depends on the order of requests: 0.2-3 % against the real allocator on held-out architectures
 
 
 def device_budget(profile: DeviceProfile, headroom: str, free_bytes: int | None = None, source: str = "") -> DeviceBudget:
     """What the job may use. headroom: "10%" of what is usable, or a size; free_bytes: what the driver says is free now (other processes
     included in what is not). Raises InputError for a headroom that is neither."""
     usable = profile.total_bytes if free_bytes is None else min(free_bytes, profile.total_bytes)
+    if usable <= 0:
+        raise InputError(f"others hold all of {profile.name}", where="--device-used", help="give less than the card has, or another card")
     text = headroom.strip()
     try:
         reserve = int(usable * float(text[:-1]) / 100) if text.endswith("%") else parse_bytes(text)
@@ -160,7 +176,7 @@ class Outside:
 
 def outside_allocator(job: JobSpec, device: DeviceProfile) -> Outside:
     """Context of the card, and one communicator (two when shards are replicated over groups: HSDP, HYBRID_SHARD)."""
-    comm = communicator_bytes(job.world_size, job.launch.nproc_per_node, device)
+    comm = communicator_bytes(job.devices, max(job.launch.nproc_per_node, job.cards), device)
     hybrid = job.fsdp is not None and job.fsdp.shard_group_size not in (None, job.world_size)
     groups = 2 if hybrid else 1
     if job.strategy == "single":
@@ -214,10 +230,8 @@ def judge(
     ranks = tuple(predict_rank(s, job, outside, budget) for s in schedules)
     worst = worst_rank(ranks)
     confidence = _confidence(job, trace)
-    interval = (
-        worst.peak.allocated_bytes + outside.context_low + outside.communication_low,
-        int(worst.peak.reserved_bytes * (1 + RESERVED_SPREAD)) + outside.context_high + outside.communication_high,
-    )
+    beside = outside.context_low + outside.communication_low, outside.context_high + outside.communication_high
+    interval = interval_of(worst.peak.allocated_bytes, worst.peak.reserved_bytes, beside, job.notes)
     hosts, fails = _hosts(job, trace, schedules), any(r.oom is not None for r in ranks)
     short = [node for node in hosts if host_exceeds(node)]
     verdict = "exceeds" if fails or short else "fits"
@@ -249,9 +263,24 @@ def _evaluation_notes(job: JobSpec, trace: StepTrace, worst: RankPrediction, bud
     return [Note("LG219", "warning", message, str(job.origin("evaluation.accumulation_steps")))]
 
 
+def length_prediction(label: str, tokens: int, verdict: Verdict) -> LengthPrediction:
+    worst = worst_rank(verdict.ranks)
+    return LengthPrediction(label, tokens, worst.peak.device_bytes, verdict.verdict)
+
+
+def with_lengths(verdict: Verdict, found: Sequence[LengthPrediction]) -> Verdict:
+    """The verdict with what other batches of the data need, and which is the worst."""
+    spec = verdict.job.lengths
+    assert spec is not None
+    table = ", ".join(f"{p.label} {p.tokens} tokens {gib(p.device_bytes)}{' (exceeds)' if p.verdict == 'exceeds' else ''}" for p in found)
+    message = f"by length of a batch: {table}; {spec.worst}"
+    severity = "warning" if len({p.verdict for p in found}) > 1 else "info"
+    return dataclasses.replace(verdict, lengths=tuple(found), notes=(*verdict.notes, Note("LG271", severity, message, spec.source)))
+
+
 def unknown_verdict(job: JobSpec, budget: DeviceBudget, reason: str) -> Verdict:
     """The verdict on a job that cannot be simulated."""
-    return Verdict("unknown", job, budget, (), (), (), Confidence("low", (reason,)), (0, 0), job.notes, {})
+    return Verdict("unknown", job, budget, (), (), (), Confidence("low", (reason,)), UNKNOWN, job.notes, {})
 
 
 def worst_rank(ranks: Sequence[RankPrediction]) -> RankPrediction:
@@ -291,7 +320,9 @@ def _hosts(job: JobSpec, trace: StepTrace, schedules: Sequence[RankSchedule]) ->
     if not phases:
         return ()
     worst = max(phases, key=lambda h: sum(h.bytes_by_label.values()))
-    return (HostPrediction(0, sum(worst.bytes_by_label.values()), worst.name, host_budget(job), worst.bytes_by_label),)
+    budget = host_budget(job)
+    over = [h.name for h in phases if budget is not None and sum(h.bytes_by_label.values()) > budget]
+    return (HostPrediction(0, sum(worst.bytes_by_label.values()), worst.name, budget, worst.bytes_by_label, over[0] if over else None),)
 
 
 def host_exceeds(node: HostPrediction) -> bool:

@@ -49,7 +49,7 @@ def peak(verdict: Verdict) -> str:
     rank = worst_rank(verdict.ranks)
     timeline = rank.timeline
     where = place(timeline.phase, timeline.module)
-    lines = [f"{rank_names(rank.ranks)}: {gib(timeline.allocated_bytes, 2)} allocated in {where}", ""]
+    lines = [f"{rank_names(rank.ranks, verdict.job.device_word)}: {gib(timeline.allocated_bytes, 2)} allocated in {where}", ""]
     alive = {category: [entry for entry in bytes_by_label(rank, category) if entry[1]] for category in CATEGORIES}
     for category, entries in sorted(alive.items(), key=lambda item: -sum(nbytes for _, nbytes in item[1])):
         if entries:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launchguard import __version__
+from launchguard.interval import Interval
 from launchguard.report.wording import CATEGORIES, effective_configuration, plain
 from launchguard.verdict import Advice, HostPrediction, PhaseBytes, RankPrediction, Verdict, next_limit
 
@@ -21,7 +22,11 @@ def to_dict(verdict: Verdict, advice: Sequence[Advice]) -> dict[str, Any]:
         "schema": SCHEMA,
         "launchguard": __version__,
         "verdict": verdict.verdict,
-        "confidence": {"level": verdict.confidence.level, "reasons": [*verdict.confidence.reasons]},
+        "confidence": {
+            "level": verdict.confidence.level,
+            "reasons": [*verdict.confidence.reasons],
+            "interval": _interval(verdict.interval),
+        },
         "job": {entry.field: {"value": entry.value, "origin": entry.origin} for entry in effective_configuration(verdict.job)},
         "device": {
             "name": device.name,
@@ -32,9 +37,18 @@ def to_dict(verdict: Verdict, advice: Sequence[Advice]) -> dict[str, Any]:
         },
         "ranks": [_rank(rank) for rank in verdict.ranks],
         "host": [_host(node) for node in verdict.host],
+        "lengths": [{"label": p.label, "tokens": p.tokens, "device_bytes": p.device_bytes, "verdict": p.verdict} for p in verdict.lengths],
         "advice": [_advice(piece) for piece in advice],
         "notes": [{"code": note.code, "severity": note.severity, "message": note.message, "origin": note.origin} for note in verdict.notes],
         "timing_seconds": {stage: float(seconds) for stage, seconds in verdict.timing_seconds.items()},
+    }
+
+
+def _interval(interval: Interval) -> dict[str, list[int]]:
+    return {
+        "allocated_bytes": [*interval.allocated],
+        "reserved_bytes": [*interval.reserved],
+        "device_bytes": [*interval.device],
     }
 
 

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launchguard.job import JobSpec
 from launchguard.report.wording import (
     CATEGORIES,
     effective_configuration,
@@ -40,8 +41,9 @@ def render(verdict: Verdict, advice: Sequence[Advice], *, color: bool, width: in
     """The whole report as text that ends with a newline. width: columns that tables may fill."""
     parts: list[RenderableType] = [*_answer(verdict, advice)]
     parts += ["", _configuration(verdict)]  # before the figures: what really will run
-    if verdict.notes:
-        parts += ["", *_notes(verdict)]
+    notes = _notes(verdict)
+    if notes:
+        parts += ["", *notes]
     if verdict.ranks:
         parts += ["", *_rank_tables(verdict)]
     parts += ["", *_background(verdict)]
@@ -98,8 +100,8 @@ def _labelled(label: str, style: str, text: str) -> Text:
 
 def _needs(verdict: Verdict, rank: RankPrediction) -> str:
     digits = telling_digits(rank.peak.device_bytes, verdict.device.budget_bytes)
-    world = verdict.job.world_size
-    who = "the only rank" if world == 1 else f"rank {rank.ranks[0]} of {world}"
+    count, word = verdict.job.devices, verdict.job.device_word
+    who = f"the only {word}" if count == 1 else f"{word} {rank.ranks[0]} of {count}"
     return f"{who} needs {gib(rank.peak.device_bytes, digits)} in {place(rank.peak.name, rank.peak.module)}"
 
 
@@ -178,9 +180,9 @@ def _rank_tables(verdict: Verdict) -> list[RenderableType]:
     worst = worst_rank(groups)
     parts: list[RenderableType] = []
     if len(groups) > 1:
-        parts += [_summary(groups, verdict.job.world_size), ""]
+        parts += [_summary(groups, verdict.job), ""]
     columns = Table.grid(padding=(0, 4))
-    columns.add_row(_phases(worst, verdict.job.world_size), _breakdown(worst))
+    columns.add_row(_phases(worst, verdict.job), _breakdown(worst))
     return [*parts, columns]
 
 
@@ -191,17 +193,17 @@ def _table(*headings: str, title_left: int = 1) -> Table:
     return table
 
 
-def _summary(groups: Sequence[RankPrediction], world_size: int) -> Table:
-    table = _table(f"{world_size} ranks (GiB)", "peak in", "allocated", "reserved", "device", title_left=2)
+def _summary(groups: Sequence[RankPrediction], job: JobSpec) -> Table:
+    table = _table(f"{job.devices} {job.device_word}s (GiB)", "peak in", "allocated", "reserved", "device", title_left=2)
     for rank in groups:
         peak = rank.peak
         sizes = _sizes(peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)
-        table.add_row(Text(rank_names(rank.ranks)), Text(place(peak.name, peak.module)), *sizes)
+        table.add_row(Text(rank_names(rank.ranks, job.device_word)), Text(place(peak.name, peak.module)), *sizes)
     return table
 
 
-def _phases(rank: RankPrediction, world_size: int) -> Table:
-    title = rank_names(rank.ranks) + (f" of {world_size} (GiB)" if world_size > 1 else " (GiB)")
+def _phases(rank: RankPrediction, job: JobSpec) -> Table:
+    title = rank_names(rank.ranks, job.device_word) + (f" of {job.devices} (GiB)" if job.devices > 1 else " (GiB)")
     table = _table(title, "allocated", "reserved", "device")
     for phase in rank.phases:
         mark = " (peak)" if phase.name == rank.peak.name else ""
@@ -228,7 +230,7 @@ def _sizes(*sizes: int) -> list[str]:
 
 def _background(verdict: Verdict) -> list[Text]:
     """Device, host, interval and confidence: one line each."""
-    low, high = verdict.interval_bytes
+    low, high = verdict.interval.device
     device = verdict.device
     offered = f"{gib(device.usable_bytes)} usable, {gib(device.budget_bytes)} after headroom"
     lines = [_fact("device", f"{device.name}, {offered} ({shorten(device.source, 60, placeholder=' ...')})")]
@@ -237,7 +239,9 @@ def _background(verdict: Verdict) -> list[Text]:
         lines.append(_fact("host", f"node {node.node} needs {gib(node.peak_bytes)} {budget} in {phase_name(node.phase)}"))
     if verdict.ranks:
         lines.append(_fact("peak", _peak(worst_rank(verdict.ranks))))
-        lines.append(_fact("interval", f"{gib(low)} to {gib(high)} on the worst rank's device"))
+        if high:
+            least, most = verdict.interval.allocated
+            lines.append(_fact("interval", f"{gib(low)} to {gib(high)} on the worst rank's device, {gib(least)} to {gib(most)} allocated"))
     reasons = f": {'; '.join(verdict.confidence.reasons)}" if verdict.confidence.reasons else ""
     return [*lines, _fact("confidence", f"{verdict.confidence.level}{reasons}")]
 
@@ -288,4 +292,5 @@ def _notes(verdict: Verdict) -> list[Text]:
             note.message + (f" ({note.origin})" if note.origin else ""),
         )
         for note in verdict.notes
+        if note.code != "LG105"  # the headline
     ]  # fmt: skip

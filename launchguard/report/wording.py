@@ -13,7 +13,7 @@ from launchguard.verdict import RankPrediction
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "communication", "temporaries", "overhead")
 
 # Told by another field: the parsed config.json stands behind model.source, and the folder that a callable is imported from too.
-_NOT_SHOWN = frozenset({"model.config", "model.python_path"})
+_NOT_SHOWN = frozenset({"generation", "lengths", "model.config", "model.python_path"})
 
 
 class EffectiveValue(NamedTuple):
@@ -32,7 +32,7 @@ def telling_digits(a: int, b: int) -> int:
     return 3
 
 
-def rank_names(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int], word: str = "rank") -> str:
     """ "rank 7", "ranks 0-6", "ranks 0-2, 5" """
     ordered = sorted(ranks)
     spans: list[tuple[int, int]] = []
@@ -42,7 +42,7 @@ def rank_names(ranks: Sequence[int]) -> str:
         else:
             spans.append((rank, rank))
     listed = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
-    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
+    return f"{word} {listed}" if len(ordered) == 1 else f"{word}s {listed}"
 
 
 _STEPS = {"1": "step 1", "2": "a steady step"}

@@ -201,3 +201,18 @@ def test_explain(tmp_path: Path) -> None:
     assert launchguard("explain", "LG248", cwd=tmp_path).stdout.startswith("# LG248: nothing to shard")
     unknown = launchguard("explain", "LG999", cwd=tmp_path)
     assert unknown.returncode == 2 and "no code LG999" in unknown.stderr
+
+
+def test_lengths_of_the_samples_give_percentiles_and_the_worst_batch(job: list[str], tmp_path: Path) -> None:
+    (tmp_path / "lengths.csv").write_text("length,count\n8,90\n32,9\n400,1\n")
+    done = launchguard("check", "--device", "24GiB", "--lengths", "lengths.csv", "--json", "report.json", "--", *job, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    jsonschema.validate(report, json.loads(SCHEMA_FILE.read_text()))
+    found = {entry["label"]: entry for entry in report["lengths"]}
+    assert [found[label]["tokens"] for label in ("p50", "p90", "p99", "max")] == [8, 32, 64, 64]  # cut at --max_length
+    assert found["p50"]["device_bytes"] < found["max"]["device_bytes"]
+    note = next(note for note in report["notes"] if note["code"] == "LG271")
+    assert "any batch of 2" in note["message"] and "max 64 tokens" in note["message"]
+    bad = launchguard("check", "--device", "24GiB", "--lengths", "none.json", "--", *job, cwd=tmp_path)
+    assert bad.returncode == 2 and "none.json does not exist" in bad.stderr

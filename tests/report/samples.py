@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from launchguard.events import Category, MemoryTimeline, OutOfMemory
+from launchguard.interval import interval_of
 from launchguard.job import JobSpec, LaunchSpec, ModelSpec, Note, Origin, ZeroSpec
 from launchguard.units import GIB
 from launchguard.verdict import (
@@ -86,7 +87,7 @@ def verdict(kind: str, ranks: tuple[RankPrediction, ...], the_job: JobSpec | Non
         host=(HostPrediction(0, size(120.5), "load", size(1024), {"model on CPU": size(120.5)}),),
         causes=(),
         confidence=Confidence("high"),
-        interval_bytes=(int(worst * 0.97), int(worst * 1.04)),
+        interval=interval_of(int(worst * 0.96), int(worst * 0.98), (size(0.4), size(0.8)), ()),
         notes=(),
         timing_seconds={"trace": 1.25, "replay": 0.08},
     )
