@@ -28,6 +28,7 @@ from launchguard.rehearsal.target import Target
 
 STUBS = Path(__file__).parent / "stubs"
 CUDART_SOURCES = ("card.c", "memory.c", "copies.c", "kernels.c", "streams.c", "device.c")
+FILES_LIBRARY = "liblaunchguardfiles.so"  # side effects on disk; nothing of CUDA
 # libraries whose symbols carry no version: by prefix of the name, the longest first (NVIDIA's sonames, CUDA 12 and 13 alike)
 UNVERSIONED = {"cusparseLt": "libcusparseLt.so.0", "cuFile": "libcufile.so.0", "nccl": "libnccl.so.2", "cu": "libcuda.so.1"}
 NOT_CUDA = re.compile(r"GLIBC|GCC|CXXABI|GOMP|OMP_")
@@ -95,6 +96,7 @@ def _sources(cudart: str) -> dict[str, tuple[Path, ...]]:
         cudart: tuple(STUBS / name for name in CUDART_SOURCES),
         "libcuda.so.1": (STUBS / "driver.c",),
         "libnvidia-ml.so.1": (STUBS / "nvml.c",),
+        FILES_LIBRARY: (STUBS / "files.c",),
     }
 
 
@@ -153,7 +155,7 @@ def find_compiler() -> list[str]:
 
 def _compile(compiler: Sequence[str], include: Path, folder: Path, soname: str, symbols: set[Symbol], sources: Sequence[Path]) -> None:
     """One shared library: its sources with behaviour, special cases from libraries.c, and a `return 0` for everything else."""
-    compile_shared = [*compiler, "-w", "-shared", "-fPIC", "-O2", f"-I{include}", f"-I{STUBS}", "-lpthread"]
+    compile_shared = [*compiler, "-w", "-shared", "-fPIC", "-O2", f"-I{include}", f"-I{STUBS}", "-lpthread", "-ldl"]
     defined = _defined_by(compile_shared, folder / f"{soname}.probe", sources) if sources else set()
     special = _definitions(STUBS / "libraries.c")
     names = sorted({symbol.name for symbol in symbols} - defined)

@@ -25,7 +25,9 @@ class RankRecord:
     """result: "ok" | "oom" | "error" | "timeout" | "killed"; phases: name -> peaks as torch counts them, in bytes;
     device_peak_bytes: the card at its fullest, context and communicators included; live: (category, label) -> bytes at the allocated
     peak, None when the allocator's history was cut; value_reads: "file:line" of the script -> times it read a value from the card in order
-    to branch; without_cudnn: kinds of layers whose cuDNN workspace and reserve are not in the figures."""
+    to branch; without_cudnn: kinds of layers whose cuDNN workspace and reserve are not in the figures; kept: paths that the script would
+    have deleted or moved; changed: paths of the working folder that did change; written: files that it wrote; awaited: objects that it
+    would have got from other ranks."""
 
     rank: int
     result: str
@@ -43,6 +45,9 @@ class RankRecord:
     value_reads: Mapping[str, int] = field(default_factory=dict)
     without_cudnn: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    written: frozenset[str] = frozenset()
+    awaited: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     host_peak_bytes: int = 0
@@ -69,6 +74,6 @@ def read_record(rank: int, document: Mapping[str, Any]) -> RankRecord:
                         last["reserved_bytes"]) if last else None,
         retries=document["alloc_retries"], optimizer_steps=document["optimizer_steps"],
         live=None if live is None else {(Category(row["category"]), row["label"]): row["bytes"] for row in live},
-        value_reads=document["value_reads"], without_cudnn=tuple(document["without_cudnn"]), kept=tuple(document["kept"]),
+        value_reads=document["value_reads"], awaited=document["awaited"], without_cudnn=tuple(document["without_cudnn"]),
         versions=document["versions"], seconds=document["seconds"], host_peak_bytes=document["host_peak"], exit_code=document["exit_code"],
     )  # fmt: skip

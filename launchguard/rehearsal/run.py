@@ -18,6 +18,7 @@ from pathlib import Path
 from launchguard.errors import InputError
 from launchguard.job import LaunchSpec
 from launchguard.profiles import DeviceProfile
+from launchguard.rehearsal import files
 from launchguard.rehearsal.build import Stubs, library_environment
 from launchguard.rehearsal.card_environment import card_environment, contained, rank_environment, script_arguments
 from launchguard.rehearsal.record import RankRecord, read_record
@@ -60,6 +61,7 @@ class _Running:
 def run(plan: Plan, env: Mapping[str, str], progress: Callable[[str], None]) -> tuple[RankRecord, ...]:
     """Rehearse every rank of the plan. Whatever happens, no process and no file of it is left."""
     waiting, running, done = list(plan.ranks), list[_Running](), list[RankRecord]()
+    started = time.time_ns()
     with _scratch() as work:
         progress(f"rehearsing, files go to {work}")
         try:
@@ -74,6 +76,8 @@ def run(plan: Plan, env: Mapping[str, str], progress: Callable[[str], None]) -> 
         finally:
             for one in running:
                 _kill(one)
+        changed = files.changed_since(Path(plan.launch.cwd), started, ignored=work)
+        done = [replace(record, changed=changed) for record in done]
     return tuple(sorted(done, key=lambda record: record.rank))
 
 
@@ -92,6 +96,7 @@ def _start(plan: Plan, rank: int, env: Mapping[str, str], work: Path) -> _Runnin
         **contained(env, plan.allow_network), **launch.environment, **rank_environment(launch, rank), **library_environment(plan.stubs),
         **card_environment(plan.device, plan.total_bytes, launch.nproc_per_node),
     }  # fmt: skip
+    environment |= files.files_environment(folder, environment)
     environment["PATH"] = f"{_programs(folder, plan.python)}:{environment.get('PATH', os.defpath)}"
     environment["TMPDIR"] = str(folder / "t")
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # the virtual cards are those that the job sees
@@ -121,9 +126,12 @@ def _collect(one: _Running) -> RankRecord:
     timed_out = one.process.poll() is None
     _kill(one)
     text = "\n".join(one.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    work = one.record.parent
     if one.record.is_file():
-        return replace(read_record(one.rank, json.loads(one.record.read_text())), log=text)
-    return RankRecord(one.rank, "timeout" if timed_out else "killed", exit_code=one.process.returncode, log=text)
+        record = read_record(one.rank, json.loads(one.record.read_text()))
+    else:
+        record = RankRecord(one.rank, "timeout" if timed_out else "killed", exit_code=one.process.returncode)
+    return replace(record, log=text, kept=files.kept(work), written=files.written(work))
 
 
 def _kill(one: _Running) -> None:

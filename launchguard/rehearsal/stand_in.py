@@ -6,14 +6,15 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from launchguard.errors import Unpredictable
-from launchguard.job import JobSpec, LaunchSpec
+from launchguard.errors import InputError, Unpredictable
+from launchguard.job import TRAINER_LOOPS, JobSpec, LaunchSpec
+from launchguard.profiles import optimizer
 
 SCRIPT = Path(__file__).parent / "inside" / "synthetic_job.py"
-LOOPS = ("trainer", "sft", "accelerate", "deepspeed", "torch")
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad", "adafactor": "Adafactor"}
+LOOPS = (*TRAINER_LOOPS, "accelerate", "deepspeed", "torch")
 
 
 def stand_in(job: JobSpec, steps: int, folder: Path) -> LaunchSpec:
@@ -34,10 +35,12 @@ def spec_of(job: JobSpec, steps: int) -> dict[str, Any]:
         "quantization": dataclasses.asdict(job.quantization) if job.quantization else None,
     }  # fmt: skip
     checkpointing = job.activation_checkpointing
-    if checkpointing.enabled and checkpointing.via == "model" and job.loop not in ("trainer", "sft"):
+    if checkpointing.enabled and checkpointing.via == "model" and job.loop not in TRAINER_LOOPS:
         spec["checkpointing"] = {"use_reentrant": checkpointing.use_reentrant}
-    if job.loop in ("trainer", "sft"):
+    if job.loop in TRAINER_LOOPS:
         spec["training_arguments"] = _training_arguments(job)
+        if not (_in_deepspeed_json(job) or job.origin("optimizer.name").key == "--optim"):  # which the Trainer reads for itself
+            spec["optimizer"] = optimizer_of(job)
     else:
         spec |= _own_loop(job)
     return spec
@@ -70,15 +73,15 @@ def _training_arguments(job: JobSpec) -> dict[str, Any]:
         given["gradient_checkpointing_kwargs"] = {"use_reentrant": job.activation_checkpointing.use_reentrant}
     if job.max_grad_norm is not None:
         given["max_grad_norm"] = job.max_grad_norm
-    if job.loop == "sft":
+    if job.loop in ("sft", "dpo"):
         given["max_length"] = job.seq_len
     return given
 
 
 def _own_loop(job: JobSpec) -> dict[str, Any]:
     """An accelerate, DeepSpeed or plain loop, which builds its own optimizer and wraps its own model."""
-    in_json = "optimizer" in str(job.origin("optimizer.name").key)
-    spec: dict[str, Any] = {"optimizer": None if job.loop == "deepspeed" and in_json else _optimizer(job)}
+    in_json = _in_deepspeed_json(job)
+    spec: dict[str, Any] = {"optimizer": None if job.loop == "deepspeed" and in_json else optimizer_of(job)}
     if job.loop == "accelerate":
         spec["ds_dummy_optimizer"] = job.strategy == "zero" and in_json
         spec["accelerator"] = {"gradient_accumulation_steps": job.gradient_accumulation_steps}
@@ -94,13 +97,24 @@ def _own_loop(job: JobSpec) -> dict[str, Any]:
     return spec
 
 
-def _optimizer(job: JobSpec) -> dict[str, Any]:
-    name = OPTIMIZERS.get(job.optimizer.name)
-    if name is None:
-        known = ", ".join(OPTIMIZERS)
-        raise Unpredictable(f"the stand-in builds {known}, not {job.optimizer.name}", where=str(job.origin("optimizer.name")),
-                            help="rehearse the script itself: launchguard rehearse -- ...")  # fmt: skip
-    return {"name": name, **({"fused": True} if job.optimizer.implementation == "fused" else {})}
+def _in_deepspeed_json(job: JobSpec) -> bool:
+    """Does DeepSpeed build the optimizer from its own configuration?"""
+    return job.origin("optimizer.name").key == "optimizer.type"
+
+
+def optimizer_of(job: JobSpec) -> dict[str, Any]:
+    """What the stand-in builds: names under which transformers may know it, else the class itself."""
+    try:
+        return described_optimizer(job.optimizer.name, job.optimizer.implementation, job.optimizer.params)
+    except InputError as e:
+        raise Unpredictable(e.message, where=str(job.origin("optimizer.name")),
+                            help="rehearse the script itself: launchguard rehearse -- ...") from None  # fmt: skip
+
+
+def described_optimizer(name: str, implementation: str, params: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    profile = optimizer(name)
+    return {"names": [profile.name, *profile.aliases], "class": profile.torch_class, "implementation": implementation,
+            "params": dict(params)}  # fmt: skip
 
 
 def _wrap_options(job: JobSpec) -> Mapping[str, Any]:

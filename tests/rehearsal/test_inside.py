@@ -1,8 +1,7 @@
-"""What runs beside the user's script, without a card: side effects, weights, the peak's explanation."""
+"""What runs beside the user's script, without a card: weights, the peak's explanation."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,72 +12,6 @@ from safetensors import safe_open
 from launchguard.rehearsal.inside.breakdown import _live_at_peak
 from launchguard.rehearsal.inside.weights import write_sparse
 from launchguard.rehearsal.record import read_record
-
-CONTAINED = """
-import json, os, pathlib, shutil, sys
-sys.path.insert(0, {root!r})
-import torch
-from launchguard.rehearsal.inside.containment import Containment
-held = Containment(pathlib.Path({work!r})); held.free = [{work!r} + "/", "/dev/", "/proc/"]; held.install()
-os.chdir({cwd!r})
-{body}
-print(json.dumps([held.kept, held.written]))
-"""
-
-
-def _contained(tmp_path: Path, body: str) -> tuple[Path, list[str], list[str]]:
-    cwd, work = tmp_path / "user", tmp_path / "work"
-    cwd.mkdir()
-    work.mkdir()
-    (cwd / "log.txt").write_text("old\n")
-    (cwd / "data").mkdir()
-    (cwd / "data" / "a.txt").write_text("a")
-    script = CONTAINED.format(root=str(Path(__file__).resolve().parents[2]), work=str(work), cwd=str(cwd), body=body)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    kept, written = json.loads(done.stdout.splitlines()[-1])
-    assert (cwd / "log.txt").read_text() == "old\n" and (cwd / "data" / "a.txt").read_text() == "a", "the user's files are as they were"
-    assert sorted(p.name for p in cwd.iterdir()) == ["data", "log.txt"]
-    return cwd, kept, written
-
-
-def test_writes_are_seen_by_the_script_and_by_nobody_else(tmp_path: Path) -> None:
-    _contained(tmp_path, """
-with open("log.txt", "a") as f: f.write("new\\n")
-assert open("log.txt").read() == "old\\nnew\\n"
-pathlib.Path("log.txt").write_text("changed"); assert pathlib.Path("log.txt").read_text() == "changed"
-os.makedirs("out/deep", exist_ok=True); os.makedirs("data", exist_ok=True)
-assert os.path.isdir("out/deep")
-with open("out/deep/x.json", "w") as f: json.dump({"a": 1}, f)
-assert os.listdir("out/deep") == ["x.json"] and os.path.getsize("out/deep/x.json") > 0
-os.replace("out/deep/x.json", "out/y.json"); assert json.load(open("out/y.json")) == {"a": 1}
-shutil.rmtree("out"); assert not os.path.exists("out")
-try: open("missing/x", "w")
-except FileNotFoundError: pass
-else: raise AssertionError("a folder that does not exist")
-""")  # fmt: skip
-
-
-def test_deletes_and_moves_of_the_users_files_do_not_happen(tmp_path: Path) -> None:
-    cwd, kept, _ = _contained(tmp_path, """
-os.remove("log.txt"); shutil.rmtree("data"); os.rename("data/a.txt", "b.txt")
-try: os.remove("nothing")
-except FileNotFoundError: pass
-else: raise AssertionError("a file that does not exist")
-""")  # fmt: skip
-    assert kept == ["log.txt", "data", "data/a.txt"]
-
-
-def test_saves_pickle_everything_and_write_no_tensors(tmp_path: Path) -> None:
-    _contained(tmp_path, """
-big = torch.zeros(1 << 20)
-torch.save({"model": big, "step": 3}, "model.pt"); assert os.path.getsize("model.pt") < 10000
-from safetensors.torch import save_file, load_file
-save_file({"w": big}, "m.safetensors"); assert load_file("m.safetensors") == {}
-try: torch.save(lambda: 0, "f.pt")
-except Exception as e: assert "pickle" in str(e).lower() or "lambda" in str(e)
-else: raise AssertionError("what cannot be pickled cannot be saved")
-""")  # fmt: skip
 
 
 def test_a_sparse_checkpoint_is_a_checkpoint_that_takes_no_disk(tmp_path: Path) -> None:
@@ -106,8 +39,8 @@ def test_a_record_becomes_a_timeline() -> None:
     peaks = {"allocated": 5, "reserved": 7, "end_allocated": 1, "end_reserved": 7, "calls": 1}
     document = {
         "result": "oom", "phases": {"load": peaks}, "max_allocated": 5, "max_reserved": 7, "device_peak": 9, "peak_phase": "load",
-        "failed_in": None, "alloc_retries": 1, "optimizer_steps": 0, "value_reads": {}, "without_cudnn": [],
-        "kept": [], "versions": {}, "seconds": 1.0, "host_peak": 0, "exit_code": 1,
+        "failed_in": None, "alloc_retries": 1, "optimizer_steps": 0, "value_reads": {}, "awaited": 0, "without_cudnn": [],
+        "versions": {}, "seconds": 1.0, "host_peak": 0, "exit_code": 1,
         "error": {"type": "OutOfMemoryError", "message": "out of memory", "where": "t.py:3", "line": "x", "traceback": ""},
         "ooms": [{"phase": "load", "module": "", "requested_bytes": 4, "allocated_bytes": 5, "reserved_bytes": 7}],
         "live_at_peak": [{"category": "parameters", "label": "made in load", "bytes": 5}],

@@ -1,7 +1,8 @@
-"""cuDNN's entry points: outputs of the right shape, unfilled, and no workspace; recurrent layers by torch's own kernels.
+"""cuDNN's entry points, and cuSOLVER's for GaLore: outputs of the right shape, unfilled, and no workspace; recurrent layers by torch's own
+kernels.
 
-The stub libcudnn returns success and no plan, so torch's own cuDNN code cannot run on it. Convolutions get a workspace of 0 bytes, a lower
-bound; recurrent layers run as they do with cuDNN switched off. Both are said in the record.
+The stub libraries return success and no plan, so torch's own code on top of them cannot run. Convolutions and singular values get a
+workspace of 0 bytes, a lower bound; recurrent layers run as they do with cuDNN switched off. All are said in the record.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 _library: torch.library.Library | None = None
-used: set[str] = set()  # "convolutions", "recurrent layers": what the run went through that is not as on a real card
+used: set[str] = set()  # "convolutions", "recurrent layers" ...: what the run went through that is not as on a real card
 
 
 def install() -> None:
@@ -21,7 +22,7 @@ def install() -> None:
     global _library
     _library = torch.library.Library("aten", "IMPL")
     for function in (cudnn_convolution, cudnn_convolution_transpose, convolution_backward, _scaled_dot_product_cudnn_attention,
-                     _scaled_dot_product_cudnn_attention_backward, cudnn_batch_norm, cudnn_batch_norm_backward):  # fmt: skip
+                     _scaled_dot_product_cudnn_attention_backward, cudnn_batch_norm, cudnn_batch_norm_backward, _linalg_svd):  # fmt: skip
         _library.impl(function.__name__, function, "CUDA", allow_override=True)
     _without_recurrent_kernels()
 
@@ -83,6 +84,7 @@ def convolution_backward(g: Any, x: Any, w: Any, bias_sizes: Any, stride: Any, p
 def _scaled_dot_product_cudnn_attention(q: Any, k: Any, v: Any, bias: Any, compute_lse: bool, dropout_p: float = 0.0,
                                         is_causal: bool = False, return_debug_mask: bool = False, *,
                                         scale: Any = None) -> tuple[Any, ...]:  # fmt: skip
+    used.add("attention by cuDNN")
     b, h, s, _ = q.shape
     # in q's own memory order, like the flash kernels: (B, S, H, D) storage when q is a transposed view
     shape = (b, s, h, v.shape[-1]) if q.transpose(1, 2).is_contiguous() else (b, h, s, v.shape[-1])
@@ -98,9 +100,23 @@ def _scaled_dot_product_cudnn_attention_backward(g: Any, q: Any, k: Any, v: Any,
 
 
 def cudnn_batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> tuple[Any, ...]:
+    used.add("batch norms")
     save = torch.empty(w.shape if training else (0,), dtype=torch.float32, device=x.device)
     return torch.empty_like(x), save, torch.empty_like(save), torch.empty(0, dtype=torch.uint8, device=x.device)
 
 
 def cudnn_batch_norm_backward(x: Any, g: Any, w: Any, *rest: Any) -> tuple[Any, Any, Any]:
     return torch.empty_like(x), torch.empty_like(w), torch.empty_like(w)
+
+
+def _linalg_svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None) -> tuple[Any, ...]:
+    """Results in Fortran's order (native/BatchLinearAlgebra.cpp:_linalg_svd)."""
+    used.add("singular values")
+    *batch, m, n = a.shape
+    k = min(m, n)
+    values = torch.empty((*batch, k), dtype=a.dtype.to_real(), device=a.device)
+    if not compute_uv:
+        return a.new_empty(0), values, a.new_empty(0)
+    left, right = (m if full_matrices else k), (n if full_matrices else k)
+    u, vh = a.new_empty((*batch, left, m)).mT, a.new_empty((*batch, n, right)).mT
+    return u, values, vh

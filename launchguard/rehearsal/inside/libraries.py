@@ -11,10 +11,11 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
-import torch
+import torch.distributed as dist
 
-from launchguard.rehearsal.inside.peers import Peers
+from launchguard.rehearsal.inside.peers import Peers, with_result
 from launchguard.rehearsal.inside.phases import Recorder
 from launchguard.rehearsal.inside.values import Values
 
@@ -35,6 +36,7 @@ class Libraries:
             "deepspeed.runtime.engine": self.engine,
             "deepspeed.runtime.zero.partition_parameters": self.zero3,
             "deepspeed.runtime.zero.partitioned_param_coordinator": self.zero3,
+            "torch.distributed.checkpoint.utils": self.distributed_checkpoint,
             "torch.distributed.fsdp.fully_sharded_data_parallel": self.fsdp1,
             "torch.nn.parallel.distributed": self.ddp,
             "transformers.masking_utils": self.masking,
@@ -92,25 +94,53 @@ class Libraries:
     def fsdp1(self, module: Any) -> None:
         self.recorder.wrap(module.FullyShardedDataParallel, "__init__", "prepare")
 
-    def ddp(self, module: Any) -> None:
-        """The fake group's work carries no result, so the reducer's own all-reduce is done by hand, by the plainest hook."""
-        cls, init, peers = module.DistributedDataParallel, module.DistributedDataParallel.__init__, self.peers
-
-        def hook(state: Any, bucket: Any) -> Any:
-            future = torch.futures.Future(devices=[bucket.buffer().device])
-            future.set_result(bucket.buffer())
-            return future
-
-        hook.__annotations__.clear()  # torch compares them with the class dist.GradBucket, and ours are text
+    def distributed_checkpoint(self, module: Any) -> None:
+        """A coordinator plans it with every rank's part; alone, each rank plans and finds its own."""
+        cls, init = module._DistWrapper, module._DistWrapper.__init__
 
         @functools.wraps(init)
-        def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
-            peers.communicates(kwargs.get("process_group"))
-            init(self, *args, **kwargs)
-            self.register_comm_hook(None, hook)
+        def alone(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+            init(self, group, False, coordinator_rank)
 
-        cls.__init__ = initialised
+        cls.__init__ = alone
+
+    def ddp(self, module: Any) -> None:
+        """The fake group's work carries no result, so the reducer's own all-reduce is done by hand, by the plainest hook, unless the script
+        has registered one of its own before the first forward."""
+        cls, peers = module.DistributedDataParallel, self.peers
+        init, register, before_forward = cls.__init__, cls.register_comm_hook, cls._pre_forward
+        hooked = WeakSet[Any]()
+
+        @functools.wraps(init)
+        def initialised(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            peers.communicates(kwargs.get("process_group"))
+            init(ddp, *args, **kwargs)
+
+        def register_comm_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
+            register(ddp, state, peers.with_results(hook))
+            hooked.add(ddp)
+
+        def register_builtin_comm_hook(ddp: Any, kind: Any) -> None:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+
+            register_comm_hook(ddp, None, hooks.fp16_compress_hook if kind == dist.BuiltinCommHookType.FP16_COMPRESS else _reduced)
+
+        def pre_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+            if ddp not in hooked:
+                register(ddp, None, _reduced)
+                hooked.add(ddp)
+            return before_forward(ddp, *args, **kwargs)
+
+        cls.__init__, cls.register_comm_hook, cls._pre_forward = initialised, register_comm_hook, pre_forward
+        cls._register_builtin_comm_hook = register_builtin_comm_hook
         self.recorder.wrap(cls, "__init__", "prepare")
+
+
+def _reduced(state: Any, bucket: Any) -> Any:
+    return with_result(bucket.buffer(), bucket.buffer())
+
+
+_reduced.__annotations__.clear()  # torch compares them with the class dist.GradBucket, and ours are text
 
 
 # ---------------------------------------------------------------- after an import

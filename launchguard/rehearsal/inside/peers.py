@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -21,6 +22,8 @@ class Peers:
     def __init__(self, cudart: ctypes.CDLL, device: int, communicator_bytes: int) -> None:
         self.cudart, self.device, self.communicator_bytes = cudart, device, communicator_bytes
         self.charged: set[Any] = set()
+        self.in_hook = False
+        self.awaited = 0  # objects that another rank would have sent
         cudart.vcard_take.argtypes = [ctypes.c_int, ctypes.c_uint64]
 
     def install(self) -> None:
@@ -43,13 +46,29 @@ class Peers:
         if not self.cudart.vcard_take(self.device, self.communicator_bytes):
             raise dist.DistBackendError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory' (the card is full)")
 
+    def with_results(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A communication hook whose asynchronous collectives have results, which the fake group's have not."""
+
+        @functools.wraps(hook)
+        def called(state: Any, bucket: Any) -> Any:
+            self.in_hook = True
+            try:
+                return hook(state, bucket)
+            finally:
+                self.in_hook = False
+
+        return called
+
     def _charging(self, name: str) -> None:
         original = getattr(dist, name)
 
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
             self.communicates(kwargs.get("group"))
-            return _nothing() if name == "barrier" else original(*args, **kwargs)
+            if name == "barrier":
+                return None
+            work = original(*args, **kwargs)
+            return _Work(work, args[0] if args else next(iter(kwargs.values()))) if self.in_hook and work is not None else work
 
         for module in (dist, c10d):
             setattr(module, name, collective)
@@ -71,26 +90,53 @@ class Peers:
 
         replaced: dict[str, Callable[..., Any]] = {
             "init_process_group": init_process_group, "new_group": group, "all_gather_object": _all_gather_object,
-            "gather_object": _gather_object, "scatter_object_list": _scatter_object_list, "broadcast_object_list": _nothing,
-            "monitored_barrier": _nothing,
+            "gather_object": _gather_object, "scatter_object_list": self._scatter_object_list,
+            "broadcast_object_list": self._broadcast_object_list, "monitored_barrier": _nothing,
         }  # fmt: skip
         for module in (dist, c10d):
             for name, function in replaced.items():
                 setattr(module, name, function)
+
+    def _broadcast_object_list(self, object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None,
+                               group_src: int | None = None, **kwargs: Any) -> None:  # fmt: skip
+        own = dist.get_rank() if group_src is None else dist.get_rank(group)
+        self.awaited += own != (group_src if group_src is not None else src or 0)
+
+    def _scatter_object_list(self, scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *args: Any,
+                             **kwargs: Any) -> None:  # fmt: skip
+        self.awaited += not scatter_object_input_list
+        scatter_object_output_list[0] = scatter_object_input_list[0] if scatter_object_input_list else None
+
+
+class _Work:
+    """The work of a fake collective; its future has what the collective writes to, a tensor or a list of them."""
+
+    def __init__(self, work: Any, out: Any) -> None:
+        self.work, self.out = work, out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+    def get_future(self) -> Any:
+        results = self.out if isinstance(self.out, list) else [self.out]
+        return with_result(results[0], results)
+
+
+def with_result(tensor: torch.Tensor, result: Any) -> Any:
+    """A finished future on the tensor's device."""
+    future: Any = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else [])
+    future.set_result(result)
+    return future
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _all_gather_object(objects: list[Any], item: Any, group: Any = None) -> None:
-    objects[:] = [item] * len(objects)
+def _all_gather_object(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+    object_list[:] = [obj] * len(object_list)
 
 
-def _gather_object(item: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if objects is not None:
-        _all_gather_object(objects, item)
-
-
-def _scatter_object_list(out: list[Any], objects: list[Any] | None, *args: Any, **kwargs: Any) -> None:
-    out[0] = objects[0] if objects else None
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        _all_gather_object(object_gather_list, obj)

@@ -121,7 +121,9 @@ class Recorder:
             if module is not self.root:
                 self.root = module
                 self.names = {id(m): n for n, m in module.named_modules()}
-            self.go("forward" if torch.is_grad_enabled() and module.training else "eval")
+            trained = torch.is_grad_enabled() and module.training
+            # without gradients, but between a forward and its backward: a reference model's part of the loss
+            self.go("forward" if trained or self.phase.startswith("forward") else "eval")
         if self.depth == 0 or self._in_forward():
             self.depth += 1
         self.module = self.names.get(id(module), self.module)

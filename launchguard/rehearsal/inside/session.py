@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from launchguard.rehearsal.inside import cudnn, host_pages
+from launchguard.rehearsal.inside import containment, cudnn, host_pages
 from launchguard.rehearsal.inside.breakdown import Breakdown
-from launchguard.rehearsal.inside.containment import Containment
 from launchguard.rehearsal.inside.libraries import Libraries, after_import
 from launchguard.rehearsal.inside.peers import Peers
 from launchguard.rehearsal.inside.phases import Recorder, StepsDone
@@ -26,6 +25,14 @@ TRACEBACK_FRAMES = 12
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
+def _binary(capability: tuple[int, int], built_for: str) -> int:
+    """Compute capability, as 10 x major + minor, of the kernels that a card takes from torch: the newest of its own generation that torch
+    was built for, else the newest that it can translate. built_for: "sm_80 sm_86 sm_90 compute_90"."""
+    card = 10 * capability[0] + capability[1]
+    built = [int("".join(c for c in arch if c.isdigit())) for arch in built_for.split()]
+    return max((arch for arch in built if arch <= card), default=card)
+
+
 class Session:
     """order: device, steps, through_save, padding, random_weights, communicator_bytes, work (scratch folder), beside the script itself."""
 
@@ -34,11 +41,11 @@ class Session:
         work = Path(order["work"])
         self.cudart = ctypes.CDLL(os.environ["LAUNCHGUARD_CUDART"])
         self.cudart.vcard_used.restype = self.cudart.vcard_peak.restype = ctypes.c_uint64
+        self.cudart.vcard_binary(_binary(torch.cuda.get_device_capability(), torch._C._cuda_getArchFlags()))
         self.recorder = Recorder(order["device"], order["steps"])
         self.values = Values(self.cudart, order["padding"])
         self.peers = Peers(self.cudart, order["device"], order["communicator_bytes"])
         self.breakdown = Breakdown(self.recorder)
-        self.containment = Containment(work)
         self.recorder.install()
         self.values.install()
         self.peers.install()
@@ -52,7 +59,7 @@ class Session:
             self.recorder.stop_hooks.append(lambda: True)  # the script ends by itself, a Trainer after one evaluation and one save
             after_import({"transformers.trainer": self._evaluate_and_save})
         torch.cuda._lazy_call(lambda: torch._C._cuda_attach_out_of_memory_observer(self.recorder.out_of_memory))
-        self.containment.install()
+        containment.install()
 
     def stopped_as_asked(self, error: BaseException) -> bool:
         return isinstance(error, StepsDone)
@@ -95,8 +102,7 @@ class Session:
             "live_at_peak": self.breakdown.at_peak(), "failed_in": recorder.phase if result == "error" else None,
             "error": None if error is None or stopped else _described(error), "versions": _versions(), "seconds": seconds,
             "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "value_reads": self.values.reads, "without_cudnn": sorted(cudnn.used),
-            "kept": self.containment.kept[:50], "written": len(self.containment.written),
+            "value_reads": self.values.reads, "awaited": self.peers.awaited, "without_cudnn": sorted(cudnn.used),
         }  # fmt: skip
 
 

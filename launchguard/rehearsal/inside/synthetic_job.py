@@ -1,12 +1,12 @@
 """A training script that stands in for the user's: the model and settings of one spec, synthetic batches at full length.
 
 `python synthetic_job.py SPEC.json [arguments of the user's script]`. The spec (JSON):
-  loop              trainer | sft | accelerate | deepspeed | torch
+  loop              trainer | sft | dpo | accelerate | deepspeed | torch
   model             config (of config.json), task (auto class), attn_implementation, use_cache; or factory "module:callable", kwargs, inputs
   dtype             of the parameters as loaded; load_on "cuda" builds them on the card
   micro_batch_size, seq_len, gradient_accumulation_steps, steps, mask (batches carry an attention mask)
   checkpointing     {use_reentrant}, lora {LoraConfig arguments}, quantization {method, double_quant, compute_dtype}
-  optimizer         {name, arguments}: a class of torch.optim, "bnb.X" or "Adafactor"
+  optimizer         {names, class, implementation, params}: names of the Trainer's list, the class, fused | foreach | for_loop | cpu
   training_arguments  over those parsed from the command line; ds_config: file or dict; accelerator: arguments of Accelerator
   wrap              torch loop: ddp | fsdp1 | fsdp2, with wrap_options; autocast, grad_scaler, max_grad_norm, zero_grad_set_to_none
   eval_rows (size of the evaluation set), save
@@ -15,19 +15,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 NOT_CONFIG = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 NEVER_QUANTIZED = {"lm_head", "embed_out", "score", "classifier"}
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Any]] = {
+    "fused": {"fused": True}, "foreach": {"fused": None}, "for_loop": {"fused": None, "foreach": False},
+}  # fmt: skip
 Spec = Mapping[str, Any]
 
 
@@ -182,18 +188,45 @@ def loss_of(spec: Spec, output: Any) -> torch.Tensor:
     return output.float().sum() if how == "sum" else output
 
 
+# ---------------------------------------------------------------- the optimizer
 def optimizer_of(spec: Spec, model: torch.nn.Module) -> torch.optim.Optimizer:
-    arguments = dict(spec.get("optimizer") or {"name": "AdamW"})
-    name = arguments.pop("name")
-    arguments.setdefault("lr", 1e-4)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if name.startswith("bnb."):
-        return getattr(importlib.import_module("bitsandbytes.optim"), name[4:])(parameters, **arguments)
-    if name == "Adafactor":
-        from transformers.optimization import Adafactor
+    cls, arguments = optimizer_class(spec, model)
+    given = [arguments.pop(name) for name in ("params", "model") if name in arguments]  # GaLore's groups, LOMO's model
+    made = cls(given[0] if given else [p for p in model.parameters() if p.requires_grad], **arguments)
+    if (spec.get("optimizer") or {}).get("implementation") == "cpu" and spec["loop"] == "deepspeed":
+        from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
-        return Adafactor(parameters, relative_step=False, scale_parameter=False, **arguments)
-    return getattr(torch.optim, name)(parameters, **arguments)
+        return map_pytorch_optim_to_deepspeed(made)
+    return made
+
+
+def optimizer_class(spec: Spec, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
+    """As the Trainer chooses by the optimizer's name (Trainer.get_optimizer_cls_and_kwargs), else the class with its defaults."""
+    described = spec.get("optimizer") or {"names": ["adamw_torch"], "class": "torch.optim.AdamW"}
+    chosen = _chosen_by_transformers(described, model)
+    if chosen is None:
+        module, _, name = described["class"].rpartition(".")
+        chosen = getattr(importlib.import_module(module), name), {"lr": 1e-4}
+    cls, arguments = chosen
+    accepted = inspect.signature(cls).parameters
+    wanted = {**IMPLEMENTATIONS.get(described.get("implementation", ""), {}), **described.get("params", {})}
+    return cls, {**arguments, **{name: value for name, value in wanted.items() if name in accepted}}
+
+
+def _chosen_by_transformers(described: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, Any]] | None:
+    try:
+        from transformers import Trainer, TrainingArguments
+        from transformers.training_args import OptimizerNames
+    except ImportError:  # a plain loop in an environment without it
+        return None
+    known = {member.value for member in OptimizerNames}
+    name = next((name for name in described["names"] if name in known), None)
+    if name is None:
+        return None
+    # its settings alone: an instance would start up devices and process groups before the loop does
+    defaults = {f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(TrainingArguments)}
+    settings = SimpleNamespace(**{**defaults, "optim": name, "optim_target_modules": "all-linear", "parallel_mode": None})
+    return cast(tuple[Any, dict[str, Any]], Trainer.get_optimizer_cls_and_kwargs(cast(Any, settings), model))
 
 
 # ---------------------------------------------------------------- the loops
@@ -204,30 +237,53 @@ def run_trainer(spec: Spec, argv: list[str]) -> None:
     model = build(spec)
     rows = rows_of(spec, model, max(1, arguments.world_size))
     evaluated = rows[: spec["eval_rows"]] if spec.get("eval_rows") else None
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=evaluated, data_collator=collate)
+    train(spec, transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=evaluated, data_collator=collate))
+
+
+def train(spec: Spec, trainer: Any) -> None:
+    if spec.get("optimizer"):
+        trainer.optimizer_cls_and_kwargs = optimizer_class(spec, trainer.model)
     trainer.train()
 
 
 def run_sft(spec: Spec, argv: list[str]) -> None:
-    import transformers
     import trl
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
 
     given = {**spec, "training_arguments": {"dataset_kwargs": {"skip_prepare_dataset": True}, **spec.get("training_arguments", {})}}
     arguments = _arguments(given, argv, trl.SFTConfig)
     model = build(spec)
     row = {name: value.tolist() for name, value in example(spec, model).items() if name != "attention_mask"}
     data = Dataset.from_list([row] * len(rows_of(spec, model, max(1, arguments.world_size))))
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
-    trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+    train(spec, trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=_tokenizer()))
+
+
+def run_dpo(spec: Spec, argv: list[str]) -> None:
+    """Pairs of full length; the reference is a second model, or with adapters the same one without them."""
+    import trl
+    from datasets import Dataset
+
+    arguments = _arguments(spec, argv, trl.DPOConfig)
+    model = build(spec)
+    reference = None if spec.get("lora") else build(spec).eval()
+    half = spec["seq_len"] // 2
+    row = {"prompt": "a " * half, "chosen": "a " * (spec["seq_len"] - half), "rejected": "a " * (spec["seq_len"] - half)}
+    data = Dataset.from_list([row] * len(rows_of(spec, model, max(1, arguments.world_size))))
+    train(spec, trl.DPOTrainer(model, reference, args=arguments, train_dataset=data, processing_class=_tokenizer()))
+
+
+def _tokenizer() -> Any:
+    """Every word is a token."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
 
 
 def _arguments(spec: Spec, argv: list[str], kind: Any) -> Any:
     """The user's own training arguments, ended after the steps of the spec."""
-    import dataclasses
-
     import transformers
 
     own = {"output_dir": tempfile.mkdtemp(), "max_steps": spec["steps"], "report_to": [], "disable_tqdm": True, "logging_strategy": "no",
@@ -383,7 +439,7 @@ WRAPPERS: dict[str | None, Callable[[torch.nn.Module, Mapping[str, Any]], torch.
     None: _alone, "ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2,
 }  # fmt: skip
 LOOPS: dict[str, Callable[[Spec, list[str]], None]] = {
-    "trainer": run_trainer, "sft": run_sft, "accelerate": run_accelerate, "deepspeed": run_deepspeed, "torch": run_torch,
+    "trainer": run_trainer, "sft": run_sft, "dpo": run_dpo, "accelerate": run_accelerate, "deepspeed": run_deepspeed, "torch": run_torch,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import linecache
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ import torch
 # `if loss.item() > 3`, `while not done:`, `x if t else y`; a read for printing or logging decides nothing
 BRANCH = re.compile(r"\b(if|while|assert|elif)\b")
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _counted(get_value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """torch 2.14 optim/optimizer.py:_get_value: step counts on the card (loaded there) are at least 1, not a division by 1 - beta**0."""
+    return lambda x: get_value(x) or 1.0 if isinstance(x, torch.Tensor) and x.is_cuda else get_value(x)
 
 
 class Values:
@@ -50,6 +56,8 @@ class Values:
         torch.Tensor.all, torch.all = method, function
         for name in ("item", "tolist", "__bool__"):
             self._watch(name)
+        for module in [module for name, module in sys.modules.items() if name.startswith("torch.optim.") and hasattr(module, "_get_value")]:
+            module._get_value = _counted(module._get_value)  # type: ignore[attr-defined]
 
     def _watch(self, name: str) -> None:
         """Note where code outside the installed libraries reads a value from the card in order to branch."""

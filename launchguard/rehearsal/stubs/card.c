@@ -56,6 +56,7 @@ u64 vcard_handle(void) {
 
 void vcard_count_launch(void) { launches++; }
 u64 vcard_launch_count(void) { return launches; }
+void vcard_binary(int capability) { vcard.binary = capability; }
 
 // ---- asked and told through ctypes by the rehearsed process
 u64 vcard_used(int device) { return used[device]; }

@@ -20,6 +20,7 @@ typedef unsigned long long u64;
 typedef struct {
   u64 total, context;
   int count, major, minor, sms, threads_per_sm, smem_per_sm, smem_per_block, l2;
+  int binary;  // compute capability of the kernels that the card takes from the library; 0: its own
   const char *name;
 } card_t;
 

@@ -14,7 +14,7 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = REGISTERS_PER_THREAD;
-  a->ptxVersion = a->binaryVersion = vcard.major * 10 + vcard.minor;
+  a->ptxVersion = a->binaryVersion = vcard.binary ? vcard.binary : vcard.major * 10 + vcard.minor;  // cub refuses one that it was not compiled for
   a->maxDynamicSharedSizeBytes = vcard.smem_per_block;
   return cudaSuccess;
 }
