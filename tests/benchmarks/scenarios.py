@@ -48,9 +48,10 @@ FAMILIES = ("load", "init", "forward", "loss", "backward", "step", "eval", "save
 _KEYS = {"source", "kind", "verdict", "phase", "diagnostics", "values", "requested", "fix", "assumed", "note"}
 _PREDICTED = ("fits", "exceeds", "unknown")
 _FAMILY_OF = {"load": "load", "prepare": "init", "forward": "forward", "backward": "backward", "step": "step", "idle": "step",
-              "eval": "eval", "evaluation": "eval", "evaluate": "eval", "save": "save", "resume": "resume", "host": "host"}  # fmt: skip
+              "eval": "eval", "evaluation": "eval", "evaluate": "eval", "save": "save", "resume": "resume", "host": "host",
+              "generation": "eval"}  # fmt: skip
 _ORDER = ("load", "prepare", "resume", "forward_1", "backward_1", "step_1", "idle", "forward_2", "backward_2", "step_2", "evaluation",
-          "save")  # fmt: skip
+          "generation", "save")  # fmt: skip
 _SIZE_TOLERANCE = 0.02  # a message prints three digits, and allocations are rounded up to 2 MiB
 
 
@@ -167,9 +168,12 @@ def answer_of(outcome: Outcome) -> Answer:
 
 def _host_fails_first(verdict: Verdict, phase: str | None) -> bool:
     """Is main memory exceeded before the device is? A job dies once; launchguard says both. phase: where the device fails, None if it
-    does not."""
-    over = [node.phase for node in verdict.host if node.budget_bytes is not None and node.peak_bytes > node.budget_bytes]
-    return bool(over) and (phase is None or _ORDER.index(over[0]) <= _ORDER.index(phase))
+    does not. Within a phase the host comes first, but for what reaches it through the device: predictions and gathered weights."""
+    over = [node.fails for node in verdict.host if node.fails is not None]
+    if not over or phase is None:
+        return bool(over)
+    host, card = _ORDER.index(over[0]), _ORDER.index(phase)
+    return host < card or host == card and phase not in ("evaluation", "save")
 
 
 def family_of(phase: str, module: str) -> str:

@@ -7,3 +7,4 @@ model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, torch_dtyp
 model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 trainer = Trainer(model=model, args=args)
 trainer.train()
+trainer.model.save_pretrained(args.output_dir)

@@ -1,0 +1,6 @@
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+args, = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path)
+trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=test, compute_metrics=metrics)
+trainer.train()

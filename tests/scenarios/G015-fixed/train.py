@@ -1,7 +1,0 @@
-import deepspeed
-import torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-14B", torch_dtype=torch.bfloat16)
-model.gradient_checkpointing_enable()
-engine, _, _, _ = deepspeed.initialize(model=model, config="ds.json")
