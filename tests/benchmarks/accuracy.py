@@ -31,6 +31,7 @@ from truth_cases import Case
 
 GROUPINGS = ("framework", "method", "stack", "confidence", "group")
 WORST = 20
+NARROW = 8.0  # half width of an interval, in percent of the prediction
 
 
 # ------------------------------------------------------------------------------------------------ cases in, results out
@@ -182,16 +183,19 @@ def _boundary(ran: Sequence[Result]) -> dict[str, Any]:
 
 
 def _interval(measured: Sequence[Result]) -> dict[str, float | int]:
-    """Coverage of the interval that a verdict states (device and reserved bytes; allocated bytes have none)."""
+    """Coverage of the interval that a verdict states, of all cases and of those whose interval is at most 8 % to each side."""
     with_one = [r for r in measured if "interval" in r]
     if not with_one:
         return {"n": 0}
     inside = [r["interval"][0] <= r["measured"] <= r["interval"][1] for r in with_one]
     halfwidths = [50 * (r["interval"][1] - r["interval"][0]) / r["predicted"] for r in with_one]
+    narrow = [i for i, half in zip(inside, halfwidths) if half <= NARROW]
     return {
         "n": len(with_one),
         "inside_pct": round(100 * statistics.fmean(inside), 1),
         "median_halfwidth_pct": round(statistics.median(halfwidths), 2),
+        "narrow_n": len(narrow),
+        "narrow_inside_pct": round(100 * statistics.fmean(narrow), 1) if narrow else 0.0,
     }
 
 
@@ -244,7 +248,8 @@ def report(document: dict[str, Any], markdown: bool) -> list[str]:
     i = document["interval"]
     if i["n"]:
         lines += [
-            f"interval: {i['inside_pct']} % of {i['n']} inside, median half width {i['median_halfwidth_pct']} % (reserved and device bytes)"
+            f"interval: {i['inside_pct']} % of {i['n']} inside, median half width {i['median_halfwidth_pct']} %; "
+            f"{i['narrow_inside_pct']} % of the {i['narrow_n']} whose half width is at most {NARROW:.0f} %"
         ]
     oom = document["measured_but_predicted_oom"]
     lines += [f"measured runs predicted out of memory: {len(oom)}{': ' if oom else ''}{', '.join(oom)}", ""]

@@ -1,4 +1,4 @@
-"""python tests/benchmarks/physical.py --python PATH [--kind a6000|t4]: published runs on physical cards, rehearsed.
+"""python tests/benchmarks/physical.py --python PATH [--kind a6000|t4|a100]: published runs on physical cards, rehearsed.
 
 PATH: an interpreter with a CUDA build of torch; for the A6000 rows with transformers 4.57.6, because newer versions stopped expanding
 K and V for grouped-query attention, which changes these peaks. Prints virtual against physical max_memory_allocated.
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launchguard import launch
 from launchguard.profiles import device
 from launchguard.rehearsal import build, run, target
+from launchguard.rehearsal.stand_in import SCRIPT as SYNTHETIC
 from launchguard.trace.cache import cache_dir
 
 SCRIPT = Path(__file__).resolve().parents[1] / "rehearsal" / "scripts" / "published_loop.py"
@@ -46,6 +47,11 @@ T4 = [  # model_type, task, batch, seq, measured bytes (torch-preflight 0.5, tes
     ("bert", "AutoModel", 4, 128, 2209738240), ("bert", "AutoModel", 8, 256, 3185408000),
     ("distilbert", "AutoModel", 4, 128, 1354818048), ("distilbert", "AutoModel", 8, 256, 1757328384),
 ]  # fmt: skip
+MISTRAL = {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096}  # fmt: skip
+A100 = [  # ranks, micro-batch, measured bytes: fms-acceleration benchmark rows a100-010, -011, -013 (torch 2.4.1, transformers 4.48.1,
+    (1, 4, 72434837504), (2, 2, 36225939968), (2, 4, 36226136576),  # Trainer, bf16 parameters, checkpointing, FSDP1 FULL_SHARD)
+]  # fmt: skip
 
 
 def rows(kind: str) -> list[tuple[str, dict[str, Any], float]]:
@@ -54,6 +60,8 @@ def rows(kind: str) -> list[tuple[str, dict[str, Any], float]]:
         keys = ("config", "precision", "checkpointing", "attention", "lora")
         return [(f"{m} {p}{' ckpt' if c else ''} {a} lora {r}", dict(zip(keys, (MODELS[m], p, c, a, r))), gb * 1e9)
                 for m, p, c, a, r, gb in A6000]  # fmt: skip
+    if kind == "a100":
+        return [(f"mistral-7b {w} rank{'s' * (w > 1)} b{b}", {"ranks": w, "batch": b}, n) for w, b, n in A100]
     return [(f"{m} b{b} s{s}", {"config": {"model_type": m}, "task": t, "batch": b, "seq": s}, n) for m, t, b, s, n in T4]
 
 
@@ -70,20 +78,48 @@ def virtual_peak(kind: str, row: dict[str, Any], python: str, stubs: build.Stubs
         return int(next(line for line in record.log.splitlines() if line.startswith("PEAK")).split()[1])
 
 
+def trainer_peak(row: dict[str, Any], python: str, stubs: build.Stubs) -> int:
+    """Mistral-7B by the stand-in's Trainer: alone, or FSDP1 as `accelerate launch` starts it; the peak of two steps on rank 0."""
+    card = device("a100-80-sxm")
+    fsdp = {"fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "MistralDecoderLayer", "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKWARD_PRE",
+            "fsdp_use_orig_params": True, "fsdp_sync_module_states": False}  # fmt: skip
+    arguments = {"per_device_train_batch_size": row["batch"], "optim": "adamw_torch", "gradient_checkpointing": True,
+                 "gradient_checkpointing_kwargs": {"use_reentrant": True}}  # fmt: skip
+    spec = {"loop": "trainer", "model": {"config": MISTRAL}, "dtype": "bfloat16", "micro_batch_size": row["batch"], "seq_len": 4096,
+            "steps": 2, "training_arguments": arguments}  # fmt: skip
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no", "num_machines": 1,
+              "num_processes": row["ranks"], "fsdp_config": fsdp}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "spec.json").write_text(json.dumps(spec))
+        (Path(folder) / "fsdp.yaml").write_text(json.dumps(config))  # JSON is YAML
+        words = ["python"] if row["ranks"] == 1 else ["accelerate", "launch", "--config_file", "fsdp.yaml"]
+        launched = launch.parse([*words, str(SYNTHETIC), "spec.json"], dict(os.environ), folder)
+        plan = run.Plan(launched, card, card.total_bytes, (0,), python, stubs, steps=1_000_000, random_weights=True)
+        record = run.run(plan, os.environ, lambda text: None)[0]
+        if record.result != "ok":
+            sys.exit(f"{record.result}: {record.failure} {record.log}")
+        return record.allocated_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True)
-    parser.add_argument("--kind", choices=["a6000", "t4"], default="a6000")
+    parser.add_argument("--kind", choices=["a6000", "t4", "a100"], default="a6000")
     arguments = parser.parse_args()
     environment = target.find_target(arguments.python)
     stubs = build.build(environment, cache_dir())
     errors = []
     for name, row, measured in rows(arguments.kind):
-        virtual = virtual_peak(arguments.kind, row, environment.python, stubs)
+        if arguments.kind == "a100":
+            virtual = trainer_peak(row, environment.python, stubs)
+        else:
+            virtual = virtual_peak(arguments.kind, row, environment.python, stubs)
         errors.append(abs(virtual - measured) / measured * 100)
         difference = (virtual - measured) / measured * 100
-        print(f"{name:40s} physical {measured / 1e9:8.3f} GB  virtual {virtual / 1e9:8.3f} GB  {difference:+.2f} %", flush=True)
-    print(f"{len(errors)} rows: mean |difference| {sum(errors) / len(errors):.3f} %, largest {max(errors):.2f} %")
+        print(f"{name:40s} physical {measured / 1e9:8.3f} GB  virtual {virtual / 1e9:8.3f} GB  {difference:+.4f} %", flush=True)
+    print(f"{len(errors)} rows: mean |difference| {sum(errors) / len(errors):.4f} %, largest {max(errors):.4f} %")
 
 
 if __name__ == "__main__":

@@ -149,9 +149,9 @@ def _measured(
     for other in measured.get("also") or []:
         if other.get("metric") in METRICS and other.get("bytes") and other["metric"] != metric:
             out["also"].append({"metric": other["metric"], **_compared(other, peaks[other["metric"]])})
-    interval = _interval(metric, judged, job, outside)
-    if interval is not None:
-        out["interval"] = interval
+    out["interval"] = {"max_allocated": judged.interval.allocated, "max_reserved": judged.interval.reserved}.get(
+        metric, judged.interval.device
+    )
     return out
 
 
@@ -187,17 +187,6 @@ def _compared(measured: dict[str, Any], predicted: int) -> dict[str, Any]:
     actual, tolerance = measured["bytes"], measured.get("bytes_tolerance") or 0
     exact = abs(predicted - actual) <= tolerance
     return {"measured": actual, "predicted": predicted, "error_pct": 0.0 if exact else 100 * (predicted / actual - 1)}
-
-
-def _interval(metric: str, judged: Verdict, job: JobSpec, outside: Outside) -> tuple[int, int] | None:
-    """Verdict.interval_bytes for what the whole process holds; less what is outside the allocator for reserved bytes.
-    launchguard states no interval for allocated bytes."""
-    low, high = judged.interval_bytes
-    if metric == "device_used":
-        return low, high
-    if metric == "max_reserved":
-        return low - outside.context_low - outside.communication_low, high - outside.context_high - outside.communication_high
-    return None
 
 
 def _boundary(case: Case, job: JobSpec, judged: Verdict, schedules: Sequence[RankSchedule]) -> Result:

@@ -90,9 +90,15 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
         device=profile.id,
         headroom="0%",
         allocator_conf=case.get("allocator") or "",
-        versions={"torch": case["versions"]["torch"]} if str((case.get("versions") or {}).get("torch"))[:1].isdigit() else {},
+        versions=_versions(case),
     )
     return job.changed({"notes": tuple(notes)}), profile
+
+
+def _versions(case: Case) -> dict[str, str]:
+    """Libraries whose version decides which rule is used, where the case states them."""
+    stated = case.get("versions") or {}
+    return {name: str(stated[name]) for name in ("torch", "transformers") if str(stated.get(name))[:1].isdigit()}
 
 
 def _refuse(case: Case) -> None:
@@ -119,7 +125,10 @@ def _notes(case: Case) -> list[Note]:
          "grouped expert kernels are simulated as transformers runs experts"),
         ("LG210", "doubtful" in tags or "remote_code" in tags, "the source of the case is doubtful, or its model code is not public"),
     ]  # fmt: skip
-    return [Note(code, "warning", message) for code, applies, message in told if applies]
+    notes = [Note(code, "warning", message) for code, applies, message in told if applies]
+    if case["stack"] != "vgpu":  # none of the published runs has the versions that the rules were read in
+        notes.append(Note("LG330", "info", "other versions of the libraries ran than those that the rules were read in"))
+    return notes
 
 
 def _launch(case: Case) -> LaunchSpec:
@@ -219,8 +228,16 @@ def _checkpointing(case: Case) -> ActivationCheckpointing:
         return ActivationCheckpointing()
     accelerate = ((case.get("inputs") or {}).get("accelerate_config") or {}).get("fsdp_config", {})
     via = "fsdp" if accelerate.get("fsdp_activation_checkpointing") else "model"
-    detail = f"{case['activation_checkpointing_detail']},".replace("non-reentrant", "")
-    return ActivationCheckpointing(True, via=via, use_reentrant="reentrant," in detail)
+    stated = f"{case['activation_checkpointing_detail']},"
+    detail = stated.replace("non-reentrant", "")
+    reentrant = "reentrant," in detail or ("non-reentrant" not in stated and _transformers_4(case))
+    return ActivationCheckpointing(True, via=via, use_reentrant=reentrant)
+
+
+def _transformers_4(case: Case) -> bool:
+    """Its gradient_checkpointing_enable is reentrant where nobody says otherwise; published runs of the Trainer are older than 5."""
+    stated = str((case.get("versions") or {}).get("transformers") or "4")
+    return case["stack"] in TRAINER_STACKS and stated[:1] == "4"
 
 
 def _optimizer(case: Case) -> OptimizerSpec:
