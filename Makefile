@@ -3,11 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+EXTRA := .venv-extra
+EXTRA_STAMP := $(EXTRA)/.installed
+EXTRA_PYTEST := $(EXTRA)/bin/python -m pytest -n 2 --dist loadfile
+SITE := import site; print(site.getsitepackages()[0])
 VGPU := .venv-vgpu
 VGPU_STAMP := $(VGPU)/.installed
 
-.PHONY: demo test unit conformance lint types contracts wheel bench accuracy vgpu vgpu-truth format clean
+.PHONY: demo test unit conformance extra lint types contracts wheel bench accuracy vgpu vgpu-truth format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,8 +33,19 @@ test: $(STAMP)  ## all tests
 unit: $(STAMP)  ## everything but the comparisons with real frameworks
 	$(PYTEST) tests --ignore tests/conformance
 
-conformance: $(STAMP)  ## the real libraries, with the table of residuals (bitsandbytes and others when .[conformance] is installed)
-	$(PYTEST) tests/conformance
+$(EXTRA_STAMP): $(STAMP)  # over .venv: what .[conformance] names, one by one; the tests of a library that cannot be had are skipped
+	test -x $(EXTRA)/bin/python || $(PYTHON) -m venv $(EXTRA)
+	$(BIN)/python -c "$(SITE)" > "$$($(EXTRA)/bin/python -c "$(SITE)")/venv.pth"
+	for name in 'bitsandbytes>=0.49' 'torchao>=0.10' 'schedulefree>=1.4' grokadamw torch-optimi lomo-optim \
+	  'liger-kernel>=0.8'; do \
+	  $(EXTRA)/bin/pip install --quiet --no-deps "$$name" || echo "$$name cannot be had here: its tests are skipped"; done
+	touch $(EXTRA_STAMP)
+
+conformance: $(EXTRA_STAMP)  ## the real libraries, with the table of residuals
+	$(EXTRA_PYTEST) tests/conformance
+
+extra: $(EXTRA_STAMP)  ## what needs bitsandbytes, another library's optimizers or Liger
+	$(EXTRA_PYTEST) tests/conformance/test_optimizers.py tests/conformance/test_quantisation.py tests/conformance/test_peft.py tests/trace/test_liger.py
 
 lint: $(STAMP)  ## style, types, import contracts
 	$(BIN)/ruff check launchguard integrations tests examples
