@@ -28,7 +28,7 @@ _READ = (
     *_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_OTHER_LOOPS, *_STRATEGIES,
     "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
     "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
-    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel",
+    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel", "backward",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
@@ -104,7 +104,10 @@ class ScriptSource:
         for call in self.calls:
             if call.name == "initialize" and call.owner == "deepspeed":
                 return Setting("deepspeed", call.origin)
-        return Setting("accelerate", self.used["Accelerator"]) if "Accelerator" in self.used else None
+        if "Accelerator" in self.used:
+            return Setting("accelerate", self.used["Accelerator"])
+        plain = next((call for call in self.calls if call.name == "backward" and not call.positional), None)  # engine.backward(loss) is not
+        return Setting("torch", plain.origin) if plain is not None else None
 
     def strategy(self) -> Setting | None:
         """The wrapper that a hand-written loop puts round its model."""

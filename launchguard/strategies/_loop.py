@@ -177,6 +177,7 @@ def run_job(engine: Engine) -> Stream:
         stream.phase("resume")
         engine.resume()
     count = min(job.gradient_accumulation_steps, MAX_MICRO_BATCHES)
+    held: list[int] | None = [] if job.outputs_alive_in_backward else None
     for n in range(1, engine.steps + 1):
         name = str(min(n, 2))  # phases "forward_1" ... of the first optimizer step, "forward_2" ... of all later ones
         feed.before_step()
@@ -184,7 +185,7 @@ def run_job(engine: Engine) -> Stream:
             feed.before_micro_batch()
             engine.begin_micro_batch(last=i == count - 1)
             (first if n == 1 and i == 0 else micro_batch).run(
-                stream, engine, (f"forward_{name}", f"backward_{name}"), inputs_held=feed.holds
+                stream, engine, (f"forward_{name}", f"backward_{name}"), inputs_held=feed.holds, held=held
             )
         stream.phase(f"step_{name}")
         engine.step()

@@ -143,16 +143,18 @@ class MicroBatch:
         self._cold[thread] = 0
 
     def run(
-        self, stream: Stream, hooks: MicroBatchHooks, phase: Sequence[str] = ("forward", "backward"), inputs_held: bool = False
+        self, stream: Stream, hooks: MicroBatchHooks, phase: Sequence[str] = ("forward", "backward"), inputs_held: bool = False,
+        held: list[int] | None = None,
     ) -> dict[int, int]:  # fmt: skip
         """Replay forward and backward (an evaluation batch has no backward), calling the hooks at every mark. phase: names of the two
-        phases; inputs_held: the loop holds the micro-batch itself, so it is neither allocated nor freed here.
+        phases; inputs_held: the loop holds the micro-batch itself, so it is neither allocated nor freed here; held: what the loop's
+        variables (outputs, loss) hold from the last micro-batch: goes when they are assigned anew behind forward, and is filled again.
         Gives the handles of an evaluation's predictions, by storage: they are the caller's to free."""
         elsewhere = self.inputs if inputs_held else frozenset()
         alloc, free, enter, exit_, b_enter, b_exit, grad, forward, backward, end, matmul = range(len(TraceOp))
         handles: dict[int, int] = {}
         owned: set[int] = set()
-        where, in_backward = [self.names[0]], False
+        where, in_backward, ended = [self.names[0]], False, False
         for op, a, b in self.events:
             if op <= free and a in elsewhere:
                 continue
@@ -171,6 +173,8 @@ class MicroBatch:
                 handle = handles.pop(a, 0)
                 if a in owned:
                     owned.discard(a)
+                elif ended and held is not None:
+                    held.append(handle)
                 else:
                     stream.free(handle)
             elif op == enter:
@@ -199,12 +203,16 @@ class MicroBatch:
                 hooks.forward_begin()
             elif op == backward:
                 hooks.forward_end()
+                if held:
+                    stream.free(*held)
+                    held.clear()
                 stream.phase(phase[1])
                 in_backward, where = True, [self.names[0]]
                 hooks.backward_begin()
             elif op == matmul:
                 self._warm_up(stream, int(in_backward))
             elif op == end and in_backward:
+                ended = True
                 hooks.backward_end()
             elif op == end:
                 hooks.forward_end()

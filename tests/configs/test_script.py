@@ -154,6 +154,15 @@ def test_arguments_win_over_literals(work) -> None:
     assert job.micro_batch_size == 5
 
 
+def test_a_script_that_calls_backward_has_a_loop_of_its_own(work) -> None:
+    """However its arguments are called."""
+    line = "python train.py --model_name_or_path m --per_device_train_batch_size 2 --max_length 9"
+    work.write("train.py", "import torch\nloss = model(x)\nloss.backward()\n")
+    assert work.resolve(line).loop == "torch"
+    work.write("train.py", "engine.backward(loss)\n")
+    assert work.resolve(line).loop == "trainer"
+
+
 @pytest.mark.parametrize("text", ["def broken(:\n", "\0", "import os\nos._exit(1)\n"])
 def test_source_is_never_run_and_may_be_broken(work, text: str) -> None:
     work.write("train.py", text)
