@@ -16,10 +16,10 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def release(version: str) -> tuple[int, int]:
-    """ "2.13.0+cpu" -> (2, 13)."""
-    major, minor = [*version.split("+")[0].split("."), "0"][:2]
-    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+def release(version: str, parts: int = 2) -> tuple[int, ...]:
+    """ "2.13.0+cpu" -> (2, 13), with 3 parts (2, 13, 0)."""
+    numbers = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split("+")[0].split(".")]
+    return tuple([*numbers, *[0] * parts][:parts])
 
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:

@@ -165,14 +165,16 @@ class Precision:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """via: "model" (HF gradient_checkpointing_enable) or "fsdp" (checkpoint_wrapper round every wrapped layer); every_n_layers, offload
-    (what is saved waits in pinned host memory): keyword arguments of transformers' activation_checkpointing_enable."""
+    """via: "model" (HF gradient_checkpointing_enable) or "fsdp" (checkpoint_wrapper round every wrapped layer, or round `classes`);
+    every_n_layers, offload (what is saved waits in pinned host memory): keyword arguments of transformers' activation_checkpointing_enable.
+    """
 
     enabled: bool = False
     via: str = "model"
     use_reentrant: bool = False
     every_n_layers: int = 1
     offload: bool = False
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,12 +273,14 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """method: "nf4" | "fp4" | "int8" (bitsandbytes); quant_storage: dtype in which 4-bit weights are packed: FSDP shards floating ones."""
+    """method: "nf4" | "fp4" | "int8" (bitsandbytes); quant_storage: dtype in which 4-bit weights are packed: FSDP shards floating ones;
+    prepare_kbit: PEFT's prepare_model_for_kbit_training is called; trl_casts: an older TRL casts norms and heads behind the adapters."""
 
     method: str
     double_quant: bool = False
     compute_dtype: str = "bfloat16"
     prepare_kbit: bool = True
+    trl_casts: bool = False
     quant_storage: str = "uint8"
 
 

@@ -20,5 +20,5 @@ def applies(job: JobSpec) -> bool:
 def apply(job: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     changes: dict[str, Any] = {"activation_checkpointing.enabled": True}
     if job.strategy in ("fsdp1", "fsdp2"):
-        changes["activation_checkpointing.via"] = "fsdp"
+        changes |= {"activation_checkpointing.via": "fsdp", "activation_checkpointing.use_reentrant": False}
     yield "enable activation checkpointing", changes

@@ -276,3 +276,4 @@ def _put_checkpointing(sources: Sources, setting: Setting) -> None:
         settings.note("LG237", "warning", message, setting.origin)
     settings.put("activation_checkpointing.enabled", True, setting.origin)
     settings.put("activation_checkpointing.via", "fsdp", setting.origin)
+    settings.put("activation_checkpointing.use_reentrant", False, setting.origin)  # checkpoint_wrapper as Accelerate and the Trainer ask

@@ -9,6 +9,7 @@ from launchguard.configs import precision
 from launchguard.configs._installed import dataclass_fields, default_of
 from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.errors import InputError
+from launchguard.installed import release, version_of
 from launchguard.job import Origin, Setting
 
 _NAMES: Mapping[str, tuple[str, ...]] = {  # field -> argument names, TRL's first
@@ -21,6 +22,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {  # field -> argument names, TRL's firs
     "bias": ("lora_bias", "bias"),
 }
 _SWITCHES = ("use_peft", "use_lora", "use_peft_lora", "lora", "enable_lora", "lora_enable")
+TRL_PREPARES_NOTHING = (0, 27)
 _METHODS = ("finetuning_type", "adapter", "peft_type", "tuner_type", "train_type")
 
 
@@ -119,11 +121,27 @@ def _apply_quantization(sources: Sources) -> None:
     nested = find("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant")
     sources.put("quantization.double_quant", nested)
     _put_compute_dtype(sources, find("bnb_4bit_compute_dtype"), origin)
-    prepares = "prepare_model_for_kbit_training" in sources.source.used or not sources.is_trainer or not sources.source.name
-    sources.settings.put("quantization.prepare_kbit", prepares and sources.loop not in TRL_LOOPS, origin)
+    _put_preparation(sources, on4, origin)
     storage = find("bnb_4bit_quant_storage")
     if on4 and storage is not None and storage.value not in (None, "uint8", "torch.uint8"):
         sources.put("quantization.quant_storage", precision.dtype_setting(storage, "bnb_4bit_quant_storage"))
+
+
+def _put_preparation(sources: Sources, on4: bool, origin: Origin) -> None:
+    """Who upcasts what is left unquantised. TRL did until 0.26 where the weights are not sharded (models/utils.py:prepare_peft_model of
+    0.26.2; gone in 0.27.0), the Trainer and its scripts do when they call PEFT's function."""
+    settings = sources.settings
+    if sources.loop in TRL_LOOPS:
+        version = version_of("trl")
+        prepares = version is not None and release(version) < TRL_PREPARES_NOTHING and not _sharded_load(sources)
+        settings.put("quantization.trl_casts", prepares and on4 and bool(settings.get("precision.autocast") == "bfloat16"), origin)
+    else:
+        prepares = "prepare_model_for_kbit_training" in sources.source.used or not sources.is_trainer or not sources.source.name
+    settings.put("quantization.prepare_kbit", prepares, origin)
+
+
+def _sharded_load(sources: Sources) -> bool:
+    return sources.settings.get("strategy") in ("fsdp1", "fsdp2") or sources.settings.get("zero.stage") == 3
 
 
 def _of_checkpoint(sources: Sources) -> None:

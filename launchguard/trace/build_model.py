@@ -29,7 +29,7 @@ def build(request: TraceRequest, card: Card) -> torch.nn.Module:
     if request.quantization is not None:
         from launchguard.trace.quantized import quantize
 
-        quantize(model, request.quantization, request.load)
+        quantize(model, request.quantization, request.versions.get("bitsandbytes"))
     checkpoint = request.checkpointing
     if request.lora is not None:
         model = _with_adapters(model, request)
@@ -42,7 +42,7 @@ def build(request: TraceRequest, card: Card) -> torch.nn.Module:
     if request.input_require_grads and hasattr(model, "enable_input_require_grads"):
         model.enable_input_require_grads()
     if checkpoint is not None and checkpoint["via"] == "fsdp":
-        _wrap_checkpoints(model, checkpoint["classes"])
+        _wrap_checkpoints(model, checkpoint["classes"], checkpoint["use_reentrant"])
     return model.train()
 
 
@@ -176,7 +176,20 @@ def _with_adapters(model: torch.nn.Module, request: TraceRequest) -> torch.nn.Mo
                          help="name modules that the model has, or 'all-linear'") from e  # fmt: skip
     if not autocast:
         _follow_base_dtype(model)
+    if request.quantization is not None and request.quantization["trl_casts"]:
+        _cast_as_trl(model)
     return model
+
+
+def _cast_as_trl(model: torch.nn.Module) -> None:
+    """Norms in float32, so that hidden states become float32 behind the first of them; embeddings and heads back in bfloat16
+    (TRL 0.7.11 to 0.26.2 trainer/utils.py, later models/utils.py: peft_module_casting_to_bf16)."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, torch.nn.LayerNorm) or "norm" in name:
+            module.to(torch.float32)
+        elif any(part in name for part in ("lm_head", "embed_tokens", "wte", "wpe")) and getattr(weight, "dtype", None) is torch.float32:
+            module.to(torch.bfloat16)
 
 
 def _follow_base_dtype(model: torch.nn.Module) -> None:
@@ -195,15 +208,16 @@ def _follow_base_dtype(model: torch.nn.Module) -> None:
                     adapters[key] = adapter.to(dtype=weight.dtype)
 
 
-def _wrap_checkpoints(model: torch.nn.Module, classes: list[str]) -> None:
-    """Accelerate's fsdp2_apply_ac and FSDP1's apply_activation_checkpointing: a non-reentrant wrapper round every wrapped layer."""
+def _wrap_checkpoints(model: torch.nn.Module, classes: list[str], reentrant: bool) -> None:
+    """Accelerate's fsdp2_apply_ac and FSDP1's apply_activation_checkpointing: a wrapper round every wrapped layer."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     names = set(classes) or set(getattr(model, "_no_split_modules", None) or ())
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ in names:
-                setattr(parent, name, checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False))
+                setattr(parent, name, checkpoint_wrapper(child, checkpoint_impl=impl, preserve_rng_state=False))
 
 
 # ------------------------------------------------------------------------------------------------ placing

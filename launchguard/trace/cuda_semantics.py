@@ -63,10 +63,10 @@ class Card:
     """What host code reads of the device, and the torch that will run on it.
     compute_capability: (major, minor); sms; max_threads_per_sm; torch: (major, minor) of the job's torch."""
 
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, ...]
     sms: int
     max_threads_per_sm: int
-    torch: tuple[int, int]
+    torch: tuple[int, ...]
 
     @property
     def has_flash(self) -> bool:

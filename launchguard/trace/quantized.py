@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from launchguard.errors import Unpredictable
+from launchguard.installed import release
 from launchguard.units import ceil_div
 
 NOT_CONVERTED = ("lm_head", "embed_out", "score", "classifier")
 BLOCK, NESTED_BLOCK = 64, 256  # elements per scale, scales per second-level scale
+KEEPS_NO_INPUT = (0, 43, 2)  # of bitsandbytes; before, MatMul4Bit.forward has ctx.tensors = (A, B) (wheels of 0.41.1 to 0.43.2 read)
 GPTQ_GROUP = 128
 
 
@@ -36,12 +38,12 @@ class Int8Params(torch.nn.Parameter):
 
 
 class _DequantisedProduct(torch.autograd.Function):
-    """y = x W^T with W made from its packed form for the duration of the product, and again for the gradient of x. Neither x nor W is
-    kept."""
+    """y = x W^T with W made from its packed form for the duration of the product, and again for the gradient of x. W is not kept; x only
+    by older bitsandbytes (KEEPS_NO_INPUT), on the context: until the graph goes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.kept = layer, x if layer.keeps_input and ctx.needs_input_grad[0] else None
         scales = layer.first_scales(in_place=False)
         y = torch.nn.functional.linear(x, layer.dequantised(x, layer.forward_dtype or x.dtype), bias)
         del scales
@@ -58,6 +60,7 @@ class _Quantised(torch.nn.Linear):
     stored_dtype: torch.dtype
     compute_dtype: torch.dtype | None
     forward_dtype: torch.dtype | None = None  # in which forward makes the weight; None: in that of its input
+    keeps_input = False
 
     def __init__(self, linear: torch.nn.Linear, stored_dtype: torch.dtype, compute_dtype: torch.dtype | None) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -171,9 +174,9 @@ class GPTQLinear(_Quantised):
         self.buffer("g_idx", (i,), torch.int32)
 
 
-def quantize(model: torch.nn.Module, quantization: dict[str, Any], load: str) -> None:
-    """Replace every Linear but the heads, in place. quantization: a QuantizationSpec as a dictionary. Raises Unpredictable for a method
-    that is not known."""
+def quantize(model: torch.nn.Module, quantization: dict[str, Any], bitsandbytes: str | None) -> None:
+    """Replace every Linear but the heads, in place. quantization: a QuantizationSpec as a dictionary; bitsandbytes: the job's version,
+    None: not known, taken to be recent. Raises Unpredictable for a method that is not known."""
     method = quantization["method"]
     if method not in ("nf4", "fp4", "int8", "gptq4"):
         raise Unpredictable(f"quantisation {method!r} is not modelled", help="known: nf4, fp4, int8, gptq4")
@@ -182,6 +185,10 @@ def quantize(model: torch.nn.Module, quantization: dict[str, Any], load: str) ->
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear) and not isinstance(child, _Quantised) and name not in NOT_CONVERTED:
                 setattr(parent, name, _quantised(child, quantization))
+    keeps_input = method in ("nf4", "fp4") and bitsandbytes is not None and release(bitsandbytes, 3) < KEEPS_NO_INPUT
+    for module in model.modules():
+        if isinstance(module, _Quantised):
+            module.keeps_input = keeps_input
     holder: Any = model
     if method == "gptq4":
         holder.quantization_method = "gptq"

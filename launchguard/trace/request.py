@@ -150,7 +150,7 @@ def _checkpointing(job: JobSpec) -> dict[str, Any] | None:
     ckpt = job.activation_checkpointing
     if not ckpt.enabled:
         return None
-    classes = list(job.fsdp.wrap_classes) if job.fsdp is not None and ckpt.via == "fsdp" else []
+    classes = list(ckpt.classes or job.fsdp.wrap_classes) if job.fsdp is not None and ckpt.via == "fsdp" else []
     return {**dataclasses.asdict(ckpt), "classes": classes}
 
 

@@ -139,6 +139,29 @@ def test_gptq_layers_can_be_traced(make_job: MakeJob) -> None:
     assert sum(p.requires_grad for p in trace.params) == 2 * 2
 
 
+def test_an_older_bitsandbytes_keeps_inputs_until_the_graph_goes(make_job: MakeJob) -> None:
+    """MatMul4Bit of 0.43.1 puts its input on the context. nothing else keeps down_proj's."""
+
+    def left_after_backward(version: str) -> list[int]:
+        job = make_job(precision=Precision("bfloat16", "bfloat16", "bfloat16"), lora=LoraSpec(r=4, target_modules=("q_proj",)),
+                       quantization=QuantizationSpec("nf4", prepare_kbit=False), versions={"bitsandbytes": version})  # fmt: skip
+        traced = trace_job(job, A100)
+        sizes = {e.a: e.b for e in traced.events if e.op == TraceOp.ALLOC}
+        end = next(i for i, e in enumerate(traced.events) if e.op == TraceOp.END)
+        return [sizes[e.a] for e in traced.events[end:] if e.op == TraceOp.FREE]
+
+    down = 2 * 64 * 160 * 2
+    assert left_after_backward("0.43.1").count(down) >= 1
+    assert down not in left_after_backward("0.43.2")
+
+
+def test_an_older_trl_leaves_norms_in_float32(make_job: MakeJob) -> None:
+    job = make_job(precision=Precision("bfloat16", "bfloat16", "bfloat16"), lora=LoraSpec(r=4, target_modules=("q_proj",)),
+                   quantization=QuantizationSpec("nf4", trl_casts=True))  # fmt: skip
+    dtypes = {p.name.rsplit("model.", 1)[-1].rsplit(".", 1)[0]: p.dtype for p in trace_job(job, A100).params if not p.requires_grad}
+    assert dtypes["norm"] == "float32" and dtypes["embed_tokens"] == "bfloat16"
+
+
 def test_lora_freezes_the_base_and_keeps_adapters_in_float32(make_job: MakeJob) -> None:
     job = make_job(precision=Precision("bfloat16", "bfloat16", "bfloat16"), lora=LoraSpec(r=4, target_modules=("q_proj", "v_proj")))
     trace = trace_job(job, A100)
