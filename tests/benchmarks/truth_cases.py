@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from truth_models import MEGATRON_STACKS, TRAINER_STACKS, NotRun, adapters_apart, checkpoint_of, lora_targets, model_of
+from truth_models import MEGATRON_STACKS, TRAINER_STACKS, NotRun, adapters_apart, checkpoint_of, is_litgpt, lora_targets, model_of
 
 from launchguard.errors import InputError
+from launchguard.installed import release
 from launchguard.job import (
     ActivationCheckpointing,
     DdpSpec,
@@ -52,7 +53,12 @@ DEVICES: dict[str, dict[int, str]] = {
     "Titan RTX": {0: "24GB"}, "RTX A6000": {0: "rtxa6000"}, "H20": {0: "h20-96"}, "B200": {0: "b200"},
 }  # fmt: skip
 # hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": what they state after backward includes the logits
-KEEPS_OUTPUTS = ("hf + peft script",)
+KEEPS_OUTPUTS = ("hf + peft script", "fsdp_qlora script")
+# litgpt's pyproject.toml, March to December 2024; fsdp_qlora's README of March 2024 (bitsandbytes>=0.43.0, the newest, and no transformers
+# 4.38 or 4.39, the newest but one)
+PINNED = {"litgpt": {"bitsandbytes": "0.42.0"}, "fsdp_qlora script": {"bitsandbytes": "0.43.0", "transformers": "4.37.2"}}
+# lora_dropout where the program's default decides: litgpt's is in its model (tests/measured/litgpt_model.py)
+DROPOUT = {"fsdp_qlora script": 0.1, "ms-swift": 0.05}
 LOOPS = {
     "accelerate": "accelerate",
     "hf + deepspeed script": "deepspeed",
@@ -76,7 +82,7 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
         gradient_accumulation_steps=case["grad_accum"] or 1,
         seq_len=case["seq_len"] or 1,
         max_grad_norm=_clip(case, loop),
-        outputs_alive_in_backward=case["stack"] in KEEPS_OUTPUTS,
+        outputs_alive_in_backward=case["stack"] in KEEPS_OUTPUTS or is_litgpt(case),
         zero_grad_set_to_none=(case.get("inputs") or {}).get("script", {}).get("torch", {}).get("set_to_none", True),
         precision=precision,
         activation_checkpointing=_checkpointing(case),
@@ -96,9 +102,10 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
 
 
 def _versions(case: Case) -> dict[str, str]:
-    """Libraries whose version decides which rule is used, where the case states them."""
-    stated = case.get("versions") or {}
-    return {name: str(stated[name]) for name in ("torch", "transformers") if str(stated.get(name))[:1].isdigit()}
+    """Libraries whose version decides which rule is used, where the case states them, or what its program asked for when it was measured
+    (PINNED)."""
+    stated = {**PINNED.get(case["stack"], {}), **(case.get("versions") or {})}
+    return {name: str(stated[name]) for name in ("torch", "transformers", "bitsandbytes") if str(stated.get(name))[:1].isdigit()}
 
 
 def _refuse(case: Case) -> None:
@@ -226,6 +233,8 @@ def _checkpointing(case: Case) -> ActivationCheckpointing:
     tensor_parallel = (case["parallel"].get("tp") or 1) > 1 and case["stack"] in MEGATRON_STACKS
     if case["activation_checkpointing"] != "full" or checkpoint_of(case) is not None or tensor_parallel:
         return ActivationCheckpointing()
+    if case["stack"] == "fsdp_qlora script":  # train.py: apply_activation_checkpointing on decoder layers, once they are wrapped
+        return ActivationCheckpointing(True, via="fsdp", use_reentrant=True, classes=_wrap_classes(case)[:1])
     accelerate = ((case.get("inputs") or {}).get("accelerate_config") or {}).get("fsdp_config", {})
     via = "fsdp" if accelerate.get("fsdp_activation_checkpointing") else "model"
     stated = f"{case['activation_checkpointing_detail']},"
@@ -367,10 +376,16 @@ def _wrap_classes(case: Case) -> tuple[str, ...]:
 
 def _lora(case: Case, notes: list[Note]) -> LoraSpec | None:
     m = case["method"]
-    if m["type"] == "full":
+    if m["type"] == "full" or is_litgpt(case):
         return None
-    return LoraSpec(r=m.get("r") or m.get("rank"), lora_alpha=m.get("alpha") or 16, target_modules=lora_targets(m["targets"], notes),
-                    use_dora=m["type"] == "dora", autocast_adapter_dtype=m.get("adapter_dtype") == "float32")  # fmt: skip
+    return LoraSpec(
+        r=m.get("r") or m.get("rank"),
+        lora_alpha=m.get("alpha") or 16,
+        lora_dropout=m.get("dropout") or DROPOUT.get(case["stack"], 0.0),
+        target_modules=lora_targets(m["targets"], notes),
+        use_dora=m["type"] == "dora",
+        autocast_adapter_dtype=m.get("adapter_dtype") == "float32",
+    )
 
 
 def _quantization(case: Case) -> QuantizationSpec | None:
@@ -384,9 +399,20 @@ def _quantization(case: Case) -> QuantizationSpec | None:
         m["quant"],
         double_quant=bool(m.get("double_quant")),
         compute_dtype=case["precision"]["compute"],
-        prepare_kbit=m.get("frozen_dtype") == "float32" or case["stack"] == "vgpu",
+        prepare_kbit=m.get("frozen_dtype") == "float32" or case["stack"] == "vgpu" or _trl_casts(case),
+        trl_casts=_trl_casts(case),
         quant_storage=storage,
     )
+
+
+def _trl_casts(case: Case) -> bool:
+    """The SFTTrainer of a stated TRL before 0.27 prepares a 4-bit model that is not sharded and casts its norms, unless a plug-in of
+    fms-acceleration installs the adapters (plugins/accelerated-peft framework_plugin_bnb.py; its baseline leaves that to TRL)."""
+    version, gpus = (case.get("versions") or {}).get("trl"), case["hardware"].get("gpus") or 1
+    if version is None or gpus > 1 or case["method"].get("quant") not in ("nf4", "fp4"):
+        return False
+    scenario = str((case["framework"].get("raw") or {}).get("acceleration_config") or "")
+    return release(str(version)) < (0, 27) and not scenario.startswith("accelerated-peft")
 
 
 def attach_config(case: Case, folder: Path) -> Case:

@@ -3,6 +3,7 @@ says beyond a config (loss, selective or offloaded checkpointing, a tensor-paral
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -32,6 +33,8 @@ def model_of(case: Case, folder: Path, load: str, notes: list[Note]) -> ModelSpe
     attention = _attention(case)
     if config.get("architectures", [""])[0].startswith("ResNet"):
         return _described({**case, "model": {"factory": "torchvision.models.resnet50"}})
+    if is_litgpt(case):
+        return _litgpt(case, config, load)
     tp = case["parallel"].get("tp") or 1
     if tp > 1 and case["stack"] in MEGATRON_STACKS:
         checkpoint = checkpoint_of(case) or {"kind": "every" if case["activation_checkpointing"] == "full" else "none"}
@@ -53,6 +56,21 @@ def model_of(case: Case, folder: Path, load: str, notes: list[Note]) -> ModelSpe
         use_cache=model.get("use_cache", False),
         inputs=_two_lengths(case),
     )
+
+
+def is_litgpt(case: Case) -> bool:
+    """Cases of its fine-tuning scripts: the model and its adapters are litgpt's own."""
+    return case["stack"] == "litgpt" and case["method"]["type"] in ("full", "lora", "qlora")
+
+
+def _litgpt(case: Case, config: dict[str, Any], load: str) -> ModelSpec:
+    method = case["method"]
+    words = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "proj", "mlp (all linears)": "mlp", "lm_head": "head"}
+    first = str((case.get("versions") or {}).get("litgpt", "")) == "8641822"  # the commit of its resource tables, 2023-10-20
+    kwargs = {"config": config, "load": load, "seq": case["seq_len"], "rank": method.get("r"), "upcast_norms": not first or None,
+              "parts": [words[t] for t in method.get("targets") or ()]}  # fmt: skip
+    spec = _factory("build", kwargs, TOKENS)
+    return dataclasses.replace(spec, source="litgpt_model:build", kwargs={**spec.kwargs, "upcast_norms": not first})
 
 
 def _special(case: Case) -> dict[str, Any]:
