@@ -63,7 +63,7 @@ class Card:
     """What host code reads of the device, and the torch that will run on it.
     compute_capability: (major, minor); sms; max_threads_per_sm; torch: (major, minor) of the job's torch."""
 
-    compute_capability: tuple[int, ...]
+    compute_capability: tuple[int, int]
     sms: int
     max_threads_per_sm: int
     torch: tuple[int, ...]

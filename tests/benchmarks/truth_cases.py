@@ -53,7 +53,8 @@ DEVICES: dict[str, dict[int, str]] = {
     "Titan RTX": {0: "24GB"}, "RTX A6000": {0: "rtxa6000"}, "H20": {0: "h20-96"}, "B200": {0: "b200"},
 }  # fmt: skip
 # hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": what they state after backward includes the logits
-KEEPS_OUTPUTS = ("hf + peft script", "fsdp_qlora script")
+# (prime-rl's train.py of 2026-01 deletes its logits and keeps the dictionary that holds them, cast to float32)
+KEEPS_OUTPUTS = ("hf + peft script", "fsdp_qlora script", "prime-rl")
 # litgpt's pyproject.toml, March to December 2024; fsdp_qlora's README of March 2024 (bitsandbytes>=0.43.0, the newest, and no transformers
 # 4.38 or 4.39, the newest but one)
 PINNED = {"litgpt": {"bitsandbytes": "0.42.0"}, "fsdp_qlora script": {"bitsandbytes": "0.43.0", "transformers": "4.37.2"}}
@@ -83,7 +84,7 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
         seq_len=case["seq_len"] or 1,
         max_grad_norm=_clip(case, loop),
         outputs_alive_in_backward=case["stack"] in KEEPS_OUTPUTS or is_litgpt(case),
-        zero_grad_set_to_none=(case.get("inputs") or {}).get("script", {}).get("torch", {}).get("set_to_none", True),
+        zero_grad_set_to_none=(case.get("inputs") or {}).get("script", {}).get("torch", {}).get("set_to_none", not _before_torch_2(case)),
         precision=precision,
         activation_checkpointing=_checkpointing(case),
         optimizer=_optimizer(case),
@@ -106,6 +107,14 @@ def _versions(case: Case) -> dict[str, str]:
     (PINNED)."""
     stated = {**PINNED.get(case["stack"], {}), **(case.get("versions") or {})}
     return {name: str(stated[name]) for name in ("torch", "transformers", "bitsandbytes") if str(stated.get(name))[:1].isdigit()}
+
+
+def _before_torch_2(case: Case) -> bool:
+    """zero_grad() fills gradients with zeros, so that they stay (set_to_none is its default since torch 2.0, March 2023). Where torch is
+    not stated, a transformers older than that tells."""
+    versions = case.get("versions") or {}
+    stated = [(str(versions[name]), first) for name, first in (("torch", (2, 0)), ("transformers", (4, 27))) if name in versions]
+    return bool(stated) and stated[0][0][:1].isdigit() and release(stated[0][0].split()[0]) < stated[0][1]
 
 
 def _refuse(case: Case) -> None:
@@ -162,7 +171,28 @@ def device_of(case: Case) -> DeviceProfile:
             context_high=context,
             sms=virtual["sms"],
         )
-    return dataclasses.replace(profile, total_bytes=int(usable * GIB)) if usable else profile
+    if usable:
+        profile = dataclasses.replace(profile, total_bytes=int(usable * GIB))
+    return _with_every_kernel(profile) if _cuda_before_11_7(case) else profile
+
+
+# A context with every kernel loaded at its start, as before CUDA 11.7, beside one that loads them when they are used: "more than 1000 MB"
+# and "about 300 MB" (maintainer, pytorch/pytorch issue 107667).
+EAGER_KERNELS = 700_000_000
+
+
+def _with_every_kernel(profile: DeviceProfile) -> DeviceProfile:
+    low, used, high = profile.context_low, profile.context_bytes, profile.context_high
+    return dataclasses.replace(profile, context_low=low, context_bytes=used + EAGER_KERNELS, context_high=high + EAGER_KERNELS)
+
+
+def _cuda_before_11_7(case: Case) -> bool:
+    """As stated. torch's wheels have it since 1.13 (October 2022)."""
+    versions = case.get("versions") or {}
+    cuda, torch = str(versions.get("cuda") or ""), str(versions.get("torch") or "")
+    if cuda[:1].isdigit():
+        return release(cuda) < (11, 7)
+    return torch[:1].isdigit() and release(torch) < (1, 13)
 
 
 def _card(name: str, nominal: int) -> DeviceProfile:
@@ -214,7 +244,8 @@ def _precision(case: Case, loop: str) -> Precision:
         fsdp1 = case["framework"]["name"] == "fsdp1"
         accelerated = loop in ("trainer", "sft", "accelerate")
         return Precision(load=params, storage=p["params"], compute=compute, reduce=p["reduce"] or compute,
-                         autocast=compute if fsdp1 and accelerated else None, float32_outputs=fsdp1 and accelerated)  # fmt: skip
+                         autocast=compute if fsdp1 and accelerated else None,
+                         float32_outputs=(fsdp1 and accelerated) or case["stack"] == "prime-rl")  # fmt: skip
     if p["via"].startswith("deepspeed"):
         load = params if case["stack"] != "vgpu" else "float32"
         return Precision(load=load, storage=compute, compute=compute)
