@@ -329,7 +329,9 @@ def _apply_autocast(sources: Sources) -> None:
     call = sources.source.first("autocast")
     if call is None or (call.keywords.get("enabled") is not None and not call.keywords["enabled"].value):
         return
-    dtype = call.keywords.get("dtype") or Setting("float16", Origin(default_of("torch"), "autocast dtype"))
+    second = call.positional[1] if len(call.positional) > 1 else None  # autocast(device_type, dtype), cuda.amp.autocast(enabled, dtype)
+    positional = Setting(second, call.origin) if isinstance(second, str) else None
+    dtype = call.keywords.get("dtype") or positional or Setting("float16", Origin(default_of("torch"), "autocast dtype"))
     if dtype.value is not None:
         sources.put("precision.autocast", Setting(precision.dtype_setting(dtype, "autocast").value, call.origin))
 

@@ -54,7 +54,7 @@ DEVICES: dict[str, dict[int, str]] = {
 }  # fmt: skip
 # hand-written loops of the form "outputs = model(**batch); outputs.loss.backward()": what they state after backward includes the logits
 # (prime-rl's train.py of 2026-01 deletes its logits and keeps the dictionary that holds them, cast to float32)
-KEEPS_OUTPUTS = ("hf + peft script", "fsdp_qlora script", "prime-rl")
+KEEPS_OUTPUTS = ("hf + peft script", "fsdp_qlora script", "prime-rl", "custom script")
 # litgpt's pyproject.toml, March to December 2024; fsdp_qlora's README of March 2024 (bitsandbytes>=0.43.0, the newest, and no transformers
 # 4.38 or 4.39, the newest but one)
 PINNED = {"litgpt": {"bitsandbytes": "0.42.0"}, "fsdp_qlora script": {"bitsandbytes": "0.43.0", "transformers": "4.37.2"}}

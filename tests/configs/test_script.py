@@ -132,6 +132,12 @@ def test_ddp_script(work) -> None:
     assert job.precision.autocast == "bfloat16" and not job.precision.float32_outputs
 
 
+@pytest.mark.parametrize("arguments", ['"cuda", torch.bfloat16', "True, torch.bfloat16", "dtype=torch.bfloat16"])
+def test_autocast_dtype(work, arguments: str) -> None:
+    work.write("train.py", f"with torch.autocast({arguments}):\n    loss = model(x)\nloss.backward()\n")
+    assert work.resolve("python train.py --model m --batch_size 1 --seq_len 8").precision.autocast == "bfloat16"
+
+
 def test_sft_script_with_everything_in_code(work) -> None:
     work.write(
         "train.py",

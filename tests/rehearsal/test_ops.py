@@ -27,7 +27,7 @@ def test_ops_allocate_what_the_card_allocates(rehearse: Callable[..., Any], devi
         [sys.executable, str(SCRIPT), "trace", capability, str(sms)], env=environment, capture_output=True, text=True, check=True
     )
     prediction = json.loads(traced.stdout.strip().splitlines()[-1])
-    assert len(card) == len(prediction) == 57
+    assert len(card) == len(prediction) == 60
     wrong = {
         name: (real, mine)
         for (name, mine), real in zip(prediction.items(), card)

@@ -28,6 +28,11 @@ def attention(mask: str = "", **kwargs: Any) -> Callable[..., torch.Tensor]:
     return run
 
 
+def autocast_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(q.device.type, dtype=torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+
 def indices(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.long, device=like.device)
 
@@ -53,6 +58,7 @@ def cases() -> dict[str, Case]:
         "attention_causal": (attention(is_causal=True), heads),
         "attention_dropout": (attention(dropout_p=0.1), heads),
         "attention_mask": (attention("zeros"), heads),
+        "attention_autocast": (autocast_attention, heads),
         "attention_head_80": (attention(is_causal=True), [(4, 16, 512, 80)] * 3),
         "attention_head_128": (attention("zeros"), [(4, 16, 512, 128)] * 3),
     }
