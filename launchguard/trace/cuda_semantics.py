@@ -278,7 +278,7 @@ class Semantics:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float, is_causal: bool,
         scale: float | None, enable_gqa: bool,
     ) -> torch.Tensor:  # fmt: skip
-        with torch.autocast(DEVICE, enabled=False):  # what a cast operation calls is not cast again (ATen/autocast_mode.h:ExcludeDispatchKeyGuard)
+        with torch.autocast(DEVICE, enabled=False):  # what a cast operation calls is not cast again (ATen/autocast_mode.h:WrapFunction_)
             return aten._scaled_dot_product_attention_math(
                 query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )[0]  # fmt: skip

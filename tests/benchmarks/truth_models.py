@@ -53,7 +53,7 @@ def model_of(case: Case, folder: Path, load: str, notes: list[Note]) -> ModelSpe
         config=config,
         task=model.get("auto_class"),
         attn_implementation=attention,
-        use_cache=model.get("use_cache", False),
+        use_cache=model.get("use_cache", None if case["stack"] == "custom script" else False),  # a plain model(**batch) keeps its cache
         inputs=_two_lengths(case),
     )
 
