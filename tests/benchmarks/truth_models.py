@@ -133,6 +133,8 @@ def _loss(case: Case) -> dict[str, Any] | None:
     kind, detail = case["loss"], (case.get("loss_detail") or "").lower()
     if case["stack"] == "vgpu":  # recorded through the real entry points: the loop says what its loss is
         return None
+    if case["stack"] == "composer" and kind == "full_logits_fp32" and not detail:  # llm-foundry's default, without which it does not start
+        return {"kind": "flash"}
     number = int((re.findall(r"(?:chunks of |over )(\d+)", detail) or ["0"])[0])
     if kind == "fused":
         return {"kind": "cut" if "cut" in detail else "fused_linear"}

@@ -209,8 +209,23 @@ def triton(hidden: torch.Tensor, head: Callable[..., torch.Tensor], labels: torc
     return _InPlaceCrossEntropy.apply(shifted.view(-1, logits.shape[-1]))
 
 
+class _FlashCrossEntropy(_InPlaceCrossEntropy):
+    """flash-attn's, whose inplace_backward is off unless asked for (flash_attn/losses/cross_entropy.py)."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def flash(hidden: torch.Tensor, head: Callable[..., torch.Tensor], labels: torch.Tensor, chunk: int) -> torch.Tensor:
+    """On all logits in the dtype that the head gives; labels are rolled instead (llmfoundry/models/mpt/modeling_mpt.py)."""
+    logits = head(hidden)
+    return _FlashCrossEntropy.apply(logits.view(-1, logits.shape[-1]))
+
+
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    f.__name__: f for f in (chunked_head, chunked_cross_entropy, output_chunks, vocabulary_chunks, fused_linear, cut, compute_dtype, triton)
+    f.__name__: f
+    for f in (chunked_head, chunked_cross_entropy, output_chunks, vocabulary_chunks, fused_linear, cut, compute_dtype, triton, flash)
 }
 
 
