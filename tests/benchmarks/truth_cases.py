@@ -57,7 +57,11 @@ DEVICES: dict[str, dict[int, str]] = {
 KEEPS_OUTPUTS = ("hf + peft script", "fsdp_qlora script", "prime-rl", "custom script")
 # litgpt's pyproject.toml, March to December 2024; fsdp_qlora's README of March 2024 (bitsandbytes>=0.43.0, the newest, and no transformers
 # 4.38 or 4.39, the newest but one)
-PINNED = {"litgpt": {"bitsandbytes": "0.42.0"}, "fsdp_qlora script": {"bitsandbytes": "0.43.0", "transformers": "4.37.2"}}
+PINNED = {
+    "litgpt": {"bitsandbytes": "0.42.0"},
+    "fsdp_qlora script": {"bitsandbytes": "0.43.0", "transformers": "4.37.2"},
+    "hf script of 2020": {"torch": "1.4.0"},  # what was current in the year that the stack is called by
+}
 # lora_dropout where the program's default decides: litgpt's is in its model (tests/measured/litgpt_model.py)
 DROPOUT = {"fsdp_qlora script": 0.1, "ms-swift": 0.05}
 LOOPS = {
@@ -112,7 +116,7 @@ def _versions(case: Case) -> dict[str, str]:
 def _before_torch_2(case: Case) -> bool:
     """zero_grad() fills gradients with zeros, so that they stay (set_to_none is its default since torch 2.0, March 2023). Where torch is
     not stated, a transformers older than that tells."""
-    versions = case.get("versions") or {}
+    versions = case.get("versions") or PINNED.get(case["stack"], {})
     stated = [(str(versions[name]), first) for name, first in (("torch", (2, 0)), ("transformers", (4, 27))) if name in versions]
     return bool(stated) and stated[0][0][:1].isdigit() and release(stated[0][0].split()[0]) < stated[0][1]
 
@@ -188,7 +192,7 @@ def _with_every_kernel(profile: DeviceProfile) -> DeviceProfile:
 
 def _cuda_before_11_7(case: Case) -> bool:
     """As stated. torch's wheels have it since 1.13 (October 2022)."""
-    versions = case.get("versions") or {}
+    versions = case.get("versions") or PINNED.get(case["stack"], {})
     cuda, torch = str(versions.get("cuda") or ""), str(versions.get("torch") or "")
     if cuda[:1].isdigit():
         return release(cuda) < (11, 7)
@@ -439,10 +443,11 @@ def _quantization(case: Case) -> QuantizationSpec | None:
 def _trl_casts(case: Case) -> bool:
     """The SFTTrainer of a stated TRL before 0.27 prepares a 4-bit model that is not sharded and casts its norms, unless a plug-in of
     fms-acceleration installs the adapters (plugins/accelerated-peft framework_plugin_bnb.py; its baseline leaves that to TRL)."""
-    version, gpus = (case.get("versions") or {}).get("trl"), case["hardware"].get("gpus") or 1
+    scenario = str((case["framework"].get("raw") or {}).get("acceleration_config") or "")
+    known = "0.13.0" if scenario == "baseline-peft-bnb" else None  # every row of the benchmark's tables has TRL 0.11 to 0.13
+    version, gpus = (case.get("versions") or {}).get("trl") or known, case["hardware"].get("gpus") or 1
     if version is None or gpus > 1 or case["method"].get("quant") not in ("nf4", "fp4"):
         return False
-    scenario = str((case["framework"].get("raw") or {}).get("acceleration_config") or "")
     return release(str(version)) < (0, 27) and not scenario.startswith("accelerated-peft")
 
 
