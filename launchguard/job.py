@@ -80,7 +80,9 @@ class Settings:
         return field_name in self._settings
 
     def note(self, code: str, severity: str, message: str, origin: Origin | str = "") -> None:
-        self.notes.append(Note(code, severity, message, str(origin)))
+        made = Note(code, severity, message, str(origin))
+        if made not in self.notes:  # two readers may come across the same fact
+            self.notes.append(made)
 
 
 # ---------------------------------------------------------------- the launch

@@ -255,6 +255,12 @@ def _put_script_fsdp(sources: Sources, strategy: str) -> None:
     for name in ("reshard_after_forward", "use_orig_params", "forward_prefetch", "limit_all_gathers"):
         if call is not None and name in call.keywords and isinstance(call.keywords[name].value, (bool, int)):
             sources.put(f"fsdp.{name}", call.keywords[name])
+    sharding = call.keywords.get("sharding_strategy") if call is not None else None
+    if strategy == "fsdp1" and sharding is not None and sharding.value in fsdp.STRATEGIES:
+        sources.put("fsdp.sharding_strategy", sharding)
+    offload = (call.keywords.get("cpu_offload") or call.keywords.get("offload_policy")) if call is not None else None
+    if offload is not None and isinstance(offload.value, bool):
+        sources.put("fsdp.offload_params", offload)
     policy = source.first("MixedPrecisionPolicy", "MixedPrecision")
     for keyword, field in (("param_dtype", "compute"), ("reduce_dtype", "reduce")):
         if policy is not None and keyword in policy.keywords:

@@ -6,7 +6,7 @@ variables (accelerate 1.15 state.py:AcceleratorState.__init__).
 
 from __future__ import annotations
 
-from launchguard.configs import fsdp, training_args
+from launchguard.configs import fsdp, plugins, training_args
 from launchguard.configs._sources import Sources
 from launchguard.errors import InputError
 from launchguard.job import Origin, Setting
@@ -15,9 +15,11 @@ _SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 def uses(sources: Sources, what: str) -> bool:
-    """True when ACCELERATE_USE_<what> is on, for a loop that has an Accelerator."""
+    """True when ACCELERATE_USE_<what> is on, for a loop that has an Accelerator, or a plugin of the script's turns it on."""
     if sources.loop in ("torch", "deepspeed"):
         return False
+    if f"ACCELERATE_USE_{what}" in plugins.variables(sources):
+        return True
     return sources.launch.environment.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
 
 

@@ -392,8 +392,10 @@ def _complete_accelerate(sources: Sources, document: Document) -> None:
     clipping = fsdp.variable(sources, "ACCELERATE_GRADIENT_CLIPPING", 1.0)
     document.fill("gradient_clipping", Setting(_literal(clipping.value), clipping.origin))
     if document.get("train_micro_batch_size_per_gpu") in (None, "auto"):
-        if "micro_batch_size" not in settings:
-            training_args.fill_missing_sizes(sources)
+        stated = sources.stated.get("micro_batch_size")
+        if stated is not None:
+            settings.put("micro_batch_size", stated.value, stated.origin)
+        training_args.fill_missing_batch(sources)
         micro = int(settings.get("micro_batch_size"))
         origin = settings.origin("micro_batch_size") or Origin("dataloader", "batch_size")
         document.put("train_micro_batch_size_per_gpu", micro, origin)

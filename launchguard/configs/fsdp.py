@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launchguard.configs import _files
+from launchguard.configs import _files, plugins
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import Sources
 from launchguard.errors import InputError
@@ -202,7 +202,10 @@ def from_environment(sources: Sources) -> None:
 
 
 def variable(sources: Sources, name: str, default: Any) -> Setting:
-    """A variable of the ranks' environment, with the origin of the launcher's argument that made it."""
+    """A variable of the ranks' environment, with the origin of the launcher's argument that made it; a plugin of the script's wins."""
+    made = plugins.variables(sources).get(name)
+    if made is not None:
+        return made
     if name not in sources.launch.environment:
         return Setting(default, Origin(default_of("accelerate"), name))
     return Setting(sources.launch.environment[name], _argument_origin(sources, name))

@@ -28,8 +28,10 @@ _READ = (
     *_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_OTHER_LOOPS, *_STRATEGIES,
     "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
     "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
-    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel", "backward",
+    "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel", "DataLoader", "backward",
+    "FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "HfDeepSpeedConfig",
 )  # fmt: skip
+_ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")  # of torch.distributed.fsdp; a member is meant by its name
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
 
@@ -140,6 +142,16 @@ class ScriptSource:
     def trainer_call(self) -> Call | None:
         """The call that makes the Trainer."""
         return next((call for call in self.calls if call.name in _LOOPS), None)
+
+    def loader_batch(self) -> Setting | None:
+        """batch_size of the first DataLoader(...) whose size can be read, of those that shuffle where there are such."""
+        loaders = [call for call in self.calls if call.name == "DataLoader"]
+        shuffling = [call for call in loaders if "shuffle" in call.keywords and call.keywords["shuffle"].value]
+        for call in shuffling or loaders:
+            size = call.keywords.get("batch_size") or (Setting(call.positional[1], call.origin) if len(call.positional) > 1 else None)
+            if size is not None and isinstance(size.value, int) and not isinstance(size.value, bool) and size.value > 0:
+                return size
+        return None
 
     def model_name(self) -> Setting | None:
         """The model's name where it is written in the code: from_pretrained("x"), SFTTrainer("x", ...), SFTTrainer(model="x")."""
@@ -338,9 +350,13 @@ def _references(node: ast.Call) -> Iterator[tuple[str, str]]:
 
 
 def _value(node: ast.expr, constants: Mapping[str, Any]) -> tuple[bool, Any]:
-    """(known, value) of a literal, a module constant, or torch.bfloat16."""
-    if isinstance(node, ast.Attribute) and node.attr in _DTYPES:
+    """(known, value) of a literal, a module constant, torch.bfloat16, a member of FSDP's enums, or CPUOffload(...)."""
+    if isinstance(node, ast.Attribute) and (node.attr in _DTYPES or _callee(node.value)[0] in _ENUMS):
         return True, node.attr
+    if isinstance(node, ast.Call) and _callee(node.func)[0] == "CPUOffloadPolicy":
+        return True, True
+    if isinstance(node, ast.Call) and _callee(node.func)[0] == "CPUOffload":  # CPUOffload(offload_params=True)
+        return _value(node.keywords[0].value if node.keywords else node.args[0], constants) if node.keywords or node.args else (True, False)
     if isinstance(node, ast.Name):
         return node.id in constants, constants.get(node.id)
     try:

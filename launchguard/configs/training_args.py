@@ -109,6 +109,8 @@ def _apply_sizes(sources: Sources) -> None:
     batch = args.setting("per_device_train_batch_size") if sources.is_trainer else args.setting(*BATCH_NAMES)
     if sources.is_trainer and batch is not None and args.stated("per_device_train_batch_size") is None:
         batch = args.stated("per_gpu_train_batch_size", "micro_batch_size") or batch
+    if batch is None or batch.value is None:
+        batch = sources.source.loader_batch()
     sources.put("micro_batch_size", _positive(batch))
     accumulation = args.setting("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps", "grad_accum")
     call = sources.source.first("Accelerator")
@@ -140,6 +142,12 @@ def fill_missing_sizes(sources: Sources) -> None:
     if limit is not None and int(settings.get("seq_len", 0)) > limit and settings.origin("seq_len") is not None:
         message = f"{settings.get('seq_len')} tokens per sequence, but the model has {limit} positions"
         settings.note("LG226", "info", message, settings.origin("seq_len") or "")
+    fill_missing_batch(sources)
+
+
+def fill_missing_batch(sources: Sources) -> None:
+    """One sample per rank, and a note that says so, when no source states the micro-batch."""
+    settings = sources.settings
     if "micro_batch_size" not in settings:
         settings.default("micro_batch_size", 1, Origin("default of launchguard", "micro_batch_size"))
         message = "no batch size is stated: predicted for 1 sample per rank; give --micro-batch-size"

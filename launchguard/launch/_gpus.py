@@ -37,9 +37,11 @@ def visible_devices(env: Mapping[str, str]) -> list[str] | None:
 
 def count_gpus(env: Mapping[str, str], gpus_per_node: int | None = None) -> tuple[int, Origin]:
     """(GPUs a process on this node would see, why); 0 when none can be seen from here."""
-    if gpus_per_node is not None:
-        return gpus_per_node, Origin("command line", "--gpus-per-node")
     visible = visible_devices(env)
+    if gpus_per_node is not None:
+        if visible and len(visible) < gpus_per_node:  # an empty variable hides the GPUs of this machine, not of the job's
+            return len(visible), Origin("environment", "CUDA_VISIBLE_DEVICES")
+        return gpus_per_node, Origin("command line", "--gpus-per-node")
     if visible is not None:
         return len(visible), Origin("environment", "CUDA_VISIBLE_DEVICES")
     return nvml_gpus(), Origin("this machine", "GPUs seen by NVML")

@@ -139,3 +139,53 @@ def test_keys_of_the_other_version_are_said(work, codes) -> None:
         "acc.yaml:fsdp_config.fsdp_sharding_strategy",
         "acc.yaml:fsdp_config.fsdp_backward_prefetch",
     ]
+
+
+PLUGIN = "from accelerate import Accelerator\nplugin = %s\naccelerator = Accelerator(%s)\n"
+
+
+def test_a_plugin_of_the_script_is_read(work) -> None:
+    made = "FullyShardedDataParallelPlugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, cpu_offload=CPUOffload(offload_params=True), "
+    made += "auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['LlamaDecoderLayer'])"
+    work.write("train.py", PLUGIN % (made, "fsdp_plugin=plugin"))
+    job = work.resolve("torchrun --nproc_per_node 2" + TAIL)
+    assert (job.strategy, job.fsdp.sharding_strategy, job.fsdp.offload_params) == ("fsdp1", "SHARD_GRAD_OP", True)
+    assert job.fsdp.wrap_classes == ("LlamaDecoderLayer",) and job.origin("strategy") == Origin("train.py", "2")
+    assert work.resolve("python" + TAIL).strategy == "single"  # without ranks Accelerate leaves FSDP off
+    work.write("train.py", PLUGIN % (made, ""))
+    assert work.resolve("torchrun --nproc_per_node 2" + TAIL).strategy == "ddp"
+
+
+def test_a_callable_wrap_policy_of_a_plugin(work, codes) -> None:
+    policy = "functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})"
+    work.write("train.py", PLUGIN % (f"FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy={policy})", "fsdp_plugin=plugin"))
+    job = work.resolve("torchrun --nproc_per_node 2" + TAIL)
+    assert (job.strategy, job.fsdp.wrap_classes) == ("fsdp2", ("LlamaDecoderLayer",)) and "LG214" not in codes(job)
+    work.write("train.py", PLUGIN % ("FullyShardedDataParallelPlugin(auto_wrap_policy=made())", "fsdp_plugin=plugin"))
+    job = work.resolve("torchrun --nproc_per_node 2" + TAIL)
+    assert job.fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP" and [note.code for note in job.notes].count("LG214") == 1
+
+
+def test_a_deepspeed_plugin_of_the_script(work) -> None:
+    work.write("ds.json", {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"})
+    for made, stage, steps in (("zero_stage=1, gradient_accumulation_steps=4", 1, 4), ("hf_ds_config='ds.json'", 3, 1)):
+        work.write("train.py", PLUGIN % (f"DeepSpeedPlugin({made})", "deepspeed_plugin=plugin"))
+        job = work.resolve("torchrun --nproc_per_node 2" + TAIL)
+        assert (job.strategy, job.zero.stage, job.gradient_accumulation_steps) == ("zero", stage, steps)
+
+
+def test_sizes_of_a_loop_under_deepspeed(work, codes) -> None:
+    """The dataloader says the micro-batch, launchguard.yaml the length: neither is then a guess."""
+    script = "from accelerate import Accelerator\nAccelerator()\nval = DataLoader(d, batch_size=32)\n"
+    script += "train = DataLoader(d, 4, shuffle=True)\n"
+    work.write("train.py", script)
+    line = "accelerate launch --use_deepspeed --num_processes 2 train.py --model m"
+    work.write("launchguard.yaml", "seq_len: 64\n")
+    job = work.resolve(line)
+    assert (job.micro_batch_size, job.seq_len) == (4, 64) and not {"LG210", "LG211"} & codes(job)
+    work.write("launchguard.yaml", "seq_len: 64\nmicro_batch_size: 3\n")
+    job = work.resolve(line)
+    assert job.micro_batch_size == 3 and not {"LG210", "LG211"} & codes(job)
+    work.write("launchguard.yaml", "seq_len: 64\n")
+    work.write("train.py", script.replace("4, shuffle", "batch_size=n, shuffle"))
+    assert "LG211" in codes(work.resolve(line))

@@ -51,3 +51,9 @@ def test_deepspeed_takes_the_variable_as_include() -> None:
     with pytest.raises(InputError, match="slot '2'") as caught:
         parse("deepspeed t.py", 2, CUDA_VISIBLE_DEVICES="0,2")
     assert caught.value.code == "LG260"
+
+
+def test_the_variable_narrows_the_node() -> None:
+    assert parse("torchrun --nproc_per_node gpu t.py", 8, CUDA_VISIBLE_DEVICES="4,5").world_size == 2
+    assert parse("python t.py", 8, CUDA_VISIBLE_DEVICES="0").gpus_in_sight == 1
+    assert parse("accelerate launch t.py", 8, CUDA_VISIBLE_DEVICES="0,1,2").world_size == 3
