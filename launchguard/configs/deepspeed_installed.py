@@ -30,6 +30,13 @@ KNOWN_KEYS = frozenset(
     "progressive_layer_drop nebula data_types datastates zero_quantized_weights checkpoint_engine".split()
 )
 
+# "type" of the scheduler block: DeepSpeed's own (runtime/lr_schedules.py), then torch's (torch 2.13 optim/lr_scheduler.py).
+SCHEDULERS = (
+    "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR",
+    "ConstantLR", "LinearLR", "ExponentialLR", "CosineAnnealingLR", "ChainedScheduler", "SequentialLR", "CyclicLR",
+    "CosineAnnealingWarmRestarts", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau",
+)  # fmt: skip
+
 # "type" of the optimizer block in lower case -> (key of profiles/optimizers, implementation). deepspeed 0.19.8 runtime/engine.py.
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "adam": ("adam", "deepspeed_fused"), "adamw": ("adamw", "deepspeed_fused"), "lamb": ("lamb", "deepspeed_fused"),

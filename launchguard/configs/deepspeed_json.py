@@ -11,11 +11,12 @@ import base64
 import binascii
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launchguard.configs import _files, accelerate_yaml, deepspeed_installed, fsdp, job_file, model_config, precision, training_args
+from launchguard.configs import _files, accelerate_yaml, deepspeed_installed, fsdp, job_file, model_config, precision, script_source, training_args
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import Sources
 from launchguard.errors import InputError
@@ -50,7 +51,7 @@ _ELSEWHERE = {  # fields of ZeroSpec that do not stand in zero_optimization unde
 }  # fmt: skip
 _LOW = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}  # mixed_precision -> section of the config
 _SECTIONS = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "bfloat16",
-             "optimizer", "optimizer.params", "data_types", "torch_autocast", "tensor_parallel", "compile")  # fmt: skip
+             "optimizer", "optimizer.params", "scheduler", "scheduler.params", "data_types", "torch_autocast", "tensor_parallel", "compile")  # fmt: skip
 _DERIVED = ("dtype", "zero_init")
 _NOT_MODELLED = {  # dotted key -> what it would change
     "zero_optimization.zero_quantized_weights": "quantised gathers", "zero_optimization.zero_quantized_gradients": "quantised reductions",
@@ -218,6 +219,7 @@ def _refuse_ignored_fields(sources: Sources, file: str) -> None:
 def apply(sources: Sources, document: Document) -> None:
     """Complete the config as the program that owns the loop does, check it, and put its fields."""
     _check_sections(document)
+    _check_scheduler(document)
     sources.settings.put("strategy", "zero", document.origin("zero_optimization.stage"))
     _ask_what_if(sources, document)
     _refuse_early_auto(sources)
@@ -246,6 +248,14 @@ def _check_sections(document: Document) -> None:
         if value is not None and value != "auto" and not isinstance(value, dict):
             raise InputError(f"{key} is {value!r}, not a section of keys and values", where=str(document.origin(key)),
                              help=f'"{key.rpartition(".")[2]}": {{...}}')  # fmt: skip
+
+
+def _check_scheduler(document: Document) -> None:
+    """deepspeed 0.19.8 runtime/engine.py:_scheduler_from_config, which is asked only when the engine is built."""
+    name = document.get("scheduler.type")
+    if name is not None and name not in deepspeed_installed.SCHEDULERS:
+        raise InputError(f"DeepSpeed does not recognize LR scheduler {name}", where=str(document.origin("scheduler.type")),
+                         help=f"one of {', '.join(deepspeed_installed.SCHEDULERS[:5])}", code="LG251")  # fmt: skip
 
 
 def _ask_what_if(sources: Sources, document: Document) -> None:
@@ -324,6 +334,7 @@ def _complete_trainer(sources: Sources, document: Document) -> None:
         "optimizer.params.lr": args.setting("learning_rate"), "optimizer.params.weight_decay": args.setting("weight_decay"),
         "optimizer.params.eps": args.setting("adam_epsilon"),
         "optimizer.params.betas": Setting([args.get("adam_beta1"), args.get("adam_beta2")], Origin("TrainingArguments", "adam_beta1")),
+        "scheduler.params.warmup_max_lr": args.setting("learning_rate"), **_expected_steps(sources),
     }  # fmt: skip
     unchecked = ("train_micro_batch_size_per_gpu", "train_batch_size") if args.get("auto_find_batch_size") else ()
     mismatches = []
@@ -336,6 +347,21 @@ def _complete_trainer(sources: Sources, document: Document) -> None:
             mismatches.append((key, value, setting))
     if mismatches:
         _refuse_mismatches(document, mismatches)
+
+
+def _expected_steps(sources: Sources) -> dict[str, Setting | None]:
+    """Steps of the scheduler block, as far as they are known without the dataset (HfTrainerDeepSpeedConfig.trainer_config_finalize)."""
+    args = sources.args
+    total, warmup = args.stated("max_steps"), args.setting("warmup_steps")
+    steps = int(total.value) if total is not None and isinstance(total.value, int) and total.value > 0 else None
+    found: dict[str, Setting | None] = {}
+    if total is not None and steps is not None:
+        found["scheduler.params.total_num_steps"] = Setting(steps, total.origin)
+    if warmup is None or not isinstance(warmup.value, (int, float)) or args.stated("warmup_ratio") is not None:
+        return found
+    share = 0 < warmup.value < 1  # a float below 1 is a share of all steps (TrainingArguments.get_warmup_steps)
+    count = math.ceil(warmup.value * steps) if share and steps is not None else None if share else int(warmup.value)
+    return {**found, "scheduler.params.warmup_num_steps": None if count is None else Setting(max(1, count), warmup.origin)}
 
 
 def _refuse_mismatches(document: Document, mismatches: list[tuple[str, Any, Setting]]) -> None:
@@ -480,21 +506,37 @@ def _put_zero_init(sources: Sources, document: Document) -> None:
     DeepSpeedPlugin.set_deepspeed_weakref), and from_pretrained looks at that alone; plain DeepSpeed leaves it to the script."""
     stage3 = sources.settings.get("zero.stage") == 3
     if sources.loop in ("deepspeed", "torch"):
-        used = sources.source.used.get("Init") or sources.source.used.get("HfDeepSpeedConfig")
-        sources.settings.put("zero.zero_init", bool(used) and stage3, used or Origin(default_of("deepspeed"), "zero.Init not used"))
+        _put_own_zero_init(sources, stage3)
         return
     searching = sources.args.stated("auto_find_batch_size") if sources.is_trainer and stage3 else None
     if searching is not None and searching.value:  # transformers 5.24 trainer.py:create_accelerator_and_postprocess
         raise InputError("auto_find_batch_size is refused with ZeRO-3", where=str(searching.origin),
                          help="drop it: launchguard fit finds the largest micro-batch", code="LG257")  # fmt: skip
-    early = sources.source.model_before_arguments() if sources.is_trainer and stage3 else None
+    makers = script_source.ARGUMENT_MAKERS if sources.is_trainer else ("Accelerator", "HfDeepSpeedConfig")
+    early = sources.source.model_before(*makers) if stage3 else None
     if early is not None:
         sources.settings.put("zero.zero_init", False, early.origin)
-        message = "the model is loaded before the training arguments exist, so zero.Init is off and every rank loads all of it"
+        what = "the training arguments exist" if sources.is_trainer else "the Accelerator exists"
+        message = f"the model is loaded before {what}, so zero.Init is off and every rank loads all of it"
         sources.settings.note("LG228", "warning", message, early.origin)
         return
     sources.settings.put("zero.zero_init", stage3, sources.settings.origin("zero.stage") or Origin(default_of("accelerate"), "zero.Init"))
     _refuse_device_map(sources)
+
+
+def _put_own_zero_init(sources: Sources, stage3: bool) -> None:
+    """A hand-written loop shards while it loads only inside deepspeed.zero.Init, or after an HfDeepSpeedConfig that it has made."""
+    source = sources.source
+    loads, makers = source.model_call(), ("HfDeepSpeedConfig", "Init")
+    early = source.model_before(*makers) if stage3 else None
+    call = source.first(*makers)
+    used = call.origin if call is not None and early is None else None
+    if loads is None:  # the model is made in another file, perhaps with what is only imported here
+        used = used or source.used.get("Init") or source.used.get("HfDeepSpeedConfig")
+    sources.settings.put("zero.zero_init", bool(used) and stage3, used or Origin(default_of("deepspeed"), "zero.Init not used"))
+    if stage3 and used is None and loads is not None:
+        message = "nothing registers ZeRO-3 before from_pretrained, so zero.Init is off and every rank loads all of the model"
+        sources.settings.note("LG228", "warning", message, loads.origin)
 
 
 def _refuse_device_map(sources: Sources) -> None:

@@ -192,6 +192,7 @@ def finish(sources: Sources) -> None:
     if settings.get("zero.zero_init") and "quantization.method" in settings:
         where = settings.origin("quantization.method") or Origin("quantization")
         settings.put("zero.zero_init", False, where)
+        settings.displaced.pop("zero.zero_init", None)  # LG229 says it
         message = "bitsandbytes loads around zero.Init: every rank loads the whole quantised model"
         settings.note("LG229", "warning", message, where)
     if sources.loop not in TRL_LOOPS or "lora.r" not in settings:

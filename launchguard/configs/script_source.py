@@ -23,6 +23,7 @@ _ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig
 _OTHER_ARGUMENT_CLASSES = ("GRPOConfig", "RLOOConfig", "PPOConfig", "KTOConfig", "RewardConfig", "PRMConfig", "ORPOConfig", "CPOConfig",
                            "OnlineDPOConfig", "GKDConfig")  # fmt: skip
 _ARGUMENT_PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
+ARGUMENT_MAKERS = (*_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS)  # what makes a Trainer's arguments
 _CLASS_LISTS = ("transformer_layer_cls", "module_classes")  # keywords that hold classes; their names are what matters
 _READ = (
     *_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_OTHER_LOOPS, *_STRATEGIES,
@@ -68,7 +69,8 @@ class Call:
 class ScriptSource:
     """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags;
     modules: top-level names of what it imports; unused_lora: a LoraConfig that is assigned and never read again; pinned_device: the first
-    "cuda:0" in it; gathers: whole-model state dicts that it makes itself; saves_optimizer: where it makes one of the optimizer."""
+    "cuda:0" in it; gathers: whole-model state dicts that it makes itself; saves_optimizer: where it makes one of the optimizer;
+    invoked: name of a called function -> scope and line of its first call."""
 
     name: str = ""
     calls: tuple[Call, ...] = ()
@@ -79,6 +81,7 @@ class ScriptSource:
     pinned_device: Origin | None = None
     gathers: tuple[Gather, ...] = ()
     saves_optimizer: Origin | None = None
+    invoked: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def bound(self, given: Mapping[str, Setting]) -> ScriptSource:
         """The source with every `args.name` in its calls replaced by what the script was given."""
@@ -164,13 +167,24 @@ class ScriptSource:
                 return Setting(value, call.origin)
         return None
 
-    def model_before_arguments(self) -> Setting | None:
-        """The loading call, when the same function makes the training arguments only after it: zero.Init is then not yet on."""
-        model = self.model_call()
-        made = self.first(*_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS)
-        if model is None or made is None or model.scope != made.scope or int(model.origin.key) >= int(made.origin.key):
+    def model_before(self, *makers: str) -> Setting | None:
+        """The loading call, when the first call of one of these names runs only after it: zero.Init is then not yet on."""
+        model, made = self.model_call(), self.first(*makers)
+        if model is None or made is None:
             return None
-        return Setting(True, model.origin)
+        first, second = self._places(model), self._places(made)
+        scope = next((scope for scope in first if scope in second), None)
+        return Setting(True, model.origin) if scope is not None and first[scope] < second[scope] else None
+
+    def _places(self, call: Call) -> dict[str, int]:
+        """Scope -> line at which it gets to this call: the call itself, the call of the function it stands in, and so on outwards."""
+        found, scope, line = {}, call.scope, int(call.origin.key)
+        while scope not in found:
+            found[scope] = line
+            if not scope or scope not in self.invoked:
+                break
+            scope, line = self.invoked[scope]
+        return found
 
     def wrapped_classes(self) -> Setting | None:
         """Names of the layer classes that an FSDP1 wrap policy is given."""
@@ -197,8 +211,9 @@ def read(launch: LaunchSpec) -> ScriptSource:
     unused = next((origin for variable, origin in reader.lora_variables.items() if variable not in reader.read_names), None)
     gathers, optimizer = gathers_of(tree, name)
     return ScriptSource(
-        name, tuple(reader.calls), reader.used, reader.defaults, reader.modules, unused, reader.pinned_device, gathers, optimizer
-    )
+        name, tuple(reader.calls), reader.used, reader.defaults, reader.modules, unused, reader.pinned_device, gathers, optimizer,
+        reader.invoked,
+    )  # fmt: skip
 
 
 def _path(launch: LaunchSpec) -> str | None:
@@ -226,6 +241,7 @@ class _Reader(ast.NodeVisitor):
         self.lora_variables: dict[str, Origin] = {}
         self.read_names: set[str] = set()
         self.pinned_device: Origin | None = None
+        self.invoked: dict[str, tuple[str, int]] = {}
         self._constants: dict[str, Any] = {}
         self._scope = ""
         self._guard = ""
@@ -291,6 +307,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name, owner = _callee(node.func)
+        if not owner:
+            self.invoked.setdefault(name, (self._scope, node.lineno))
         if name == "add_argument":
             self._argparse(node)
         elif name in _READ:

@@ -261,3 +261,34 @@ def test_a_config_written_in_the_script(work) -> None:
     job = work.resolve("torchrun --nproc_per_node 2 train.py --model m --seq_len 8")
     assert job.loop == "deepspeed" and job.zero is not None and job.zero.stage == 1
     assert str(job.origin("zero.stage")) == "train.py:2:zero_optimization.stage"
+
+
+@pytest.mark.parametrize(
+    "params, arguments, refused",
+    [
+        ({"warmup_num_steps": 500}, "", True),
+        ({"warmup_num_steps": 500}, "--warmup_steps 500", False),
+        ({"warmup_num_steps": 1}, "", False),
+        ({"warmup_max_lr": 1e-3}, "", True),
+        ({"total_num_steps": 10}, "--max_steps 20", True),
+        ({"total_num_steps": 10}, "", False),
+        ({"warmup_num_steps": 5}, "--warmup_steps 0.1 --max_steps 50", False),
+        ({"warmup_num_steps": 6}, "--warmup_steps 0.1 --max_steps 50", True),
+    ],
+)
+def test_scheduler_values_are_compared_with_the_arguments(work, params: dict, arguments: str, refused: bool) -> None:
+    work.write("ds.json", {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupDecayLR", "params": params}})
+    line = f"torchrun --nproc_per_node 2 t.py --model_name_or_path m --output_dir o --max_length 8 --deepspeed ds.json {arguments}"
+    if not refused:
+        assert work.resolve(line).strategy == "zero"
+        return
+    with pytest.raises(InputError) as caught:
+        work.resolve(line)
+    assert caught.value.code == "LG253" and next(iter(params)) in caught.value.message
+
+
+def test_a_scheduler_that_deepspeed_does_not_know(work) -> None:
+    work.write("ds.json", {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "scheduler": {"type": "Cosine"}})
+    with pytest.raises(InputError, match="does not recognize LR scheduler Cosine") as caught:
+        work.resolve("deepspeed --num_gpus 2 t.py --model m --seq_len 8 --deepspeed_config ds.json")
+    assert caught.value.code == "LG251"

@@ -129,3 +129,39 @@ def test_checkpointing_twice_and_not_at_all(work, codes) -> None:
 def test_an_optimizer_without_a_profile_is_an_upper_bound(work, codes) -> None:
     job = work.resolve("python t.py --optim galore_adamw" + TRAIN)
     assert job.optimizer.name == "adamw" and "LG310" in codes(job)
+
+
+RAW = "import deepspeed\nfrom transformers import AutoModelForCausalLM, HfDeepSpeedConfig\n"
+LOAD = "model = AutoModelForCausalLM.from_pretrained('m')\n"
+ENGINE = "engine = deepspeed.initialize(model=model, config='ds.json')\n"
+
+
+@pytest.mark.parametrize(
+    "script, shards",
+    [
+        (RAW + LOAD + ENGINE, False),
+        (RAW + "kept = HfDeepSpeedConfig('ds.json')\n" + LOAD + ENGINE, True),
+        (RAW + LOAD + "kept = HfDeepSpeedConfig('ds.json')\n" + ENGINE, False),
+        (RAW + "with deepspeed.zero.Init():\n    " + LOAD + ENGINE, True),
+    ],
+)
+def test_zero_init_of_a_hand_written_loop(work, codes, script: str, shards: bool) -> None:
+    work.write("ds.json", {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    work.write("t.py", script)
+    job = work.resolve("deepspeed --num_gpus 2 t.py --seq_len 8")
+    assert job.zero.zero_init is shards and ("LG228" in codes(job)) is not shards
+
+
+@pytest.mark.parametrize(
+    "script, shards",
+    [
+        ("def load():\n    return AutoModelForCausalLM.from_pretrained('m')\nmodel = load()\naccelerator = Accelerator()\n", False),
+        ("def load():\n    return AutoModelForCausalLM.from_pretrained('m')\naccelerator = Accelerator()\nmodel = load()\n", True),
+        ("def main():\n    a = Accelerator()\n    model = AutoModelForCausalLM.from_pretrained('m')\nmain()\n", True),
+        (LOAD + "def main():\n    a = Accelerator()\nmain()\n", False),
+    ],
+)
+def test_the_model_before_the_accelerator(work, codes, script: str, shards: bool) -> None:
+    work.write("t.py", "from accelerate import Accelerator\n" + script)
+    job = work.resolve("accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2 t.py --seq_len 8 --batch_size 1")
+    assert job.zero.zero_init is shards and ("LG228" in codes(job)) is not shards
