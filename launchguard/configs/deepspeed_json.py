@@ -16,7 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launchguard.configs import _files, accelerate_yaml, deepspeed_installed, fsdp, job_file, model_config, precision, script_source, training_args
+from launchguard.configs import (
+    _files,
+    accelerate_yaml,
+    deepspeed_installed,
+    fsdp,
+    job_file,
+    model_config,
+    precision,
+    script_source,
+    training_args,
+)
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import Sources
 from launchguard.errors import InputError
@@ -51,7 +61,8 @@ _ELSEWHERE = {  # fields of ZeroSpec that do not stand in zero_optimization unde
 }  # fmt: skip
 _LOW = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}  # mixed_precision -> section of the config
 _SECTIONS = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "bfloat16",
-             "optimizer", "optimizer.params", "scheduler", "scheduler.params", "data_types", "torch_autocast", "tensor_parallel", "compile")  # fmt: skip
+             "optimizer", "optimizer.params", "scheduler", "scheduler.params", "data_types", "torch_autocast", "tensor_parallel",
+             "compile")  # fmt: skip
 _DERIVED = ("dtype", "zero_init")
 _NOT_MODELLED = {  # dotted key -> what it would change
     "zero_optimization.zero_quantized_weights": "quantised gathers", "zero_optimization.zero_quantized_gradients": "quantised reductions",

@@ -59,8 +59,18 @@ def _switch(sources: Sources) -> Setting | None:
         return None
     call = sources.source.first("LoraConfig")
     if call is None or sources.source.unused_lora == call.origin:
-        return None
+        return _llama_factory(sources)
     return Setting(True, call.origin)
+
+
+def _llama_factory(sources: Sources) -> Setting | None:
+    """LLaMA-Factory trains LoRA unless finetuning_type says otherwise (LLaMA-Factory 0.9 hparams/finetuning_args.py)."""
+    script, modules = str(sources.launch.script or ""), sources.source.modules
+    if not script.startswith("llamafactory.") and not {"llamafactory", "llmtuner"} & set(modules):
+        return None
+    origin = Origin("default of LLaMA-Factory", "finetuning_type")
+    sources.settings.default("lora.target_modules", "all-linear", Origin("default of LLaMA-Factory", "lora_target"))
+    return Setting("lora", origin)
 
 
 def _lora_setting(sources: Sources, field: str, names: tuple[str, ...]) -> Setting | None:

@@ -188,3 +188,43 @@ def test_without_command() -> None:
     assert (spec.script, spec.world_size, spec.argv) == (None, 16, ())
     with pytest.raises(InputError):
         launch.without_command(ENV, "/")
+
+
+LLAMA_FACTORY = "llamafactory.launcher"
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "gpus", "launcher", "script", "args", "nnodes", "nproc"),
+    [
+        ("llamafactory-cli train a.yaml bf16=true", {}, 8, "torchrun", LLAMA_FACTORY, ("a.yaml", "bf16=true"), 1, 8),
+        ("llamafactory-cli train a.yaml", {"CUDA_VISIBLE_DEVICES": "3"}, 8, "python", LLAMA_FACTORY, ("a.yaml",), 1, 1),
+        ("lmf train a.yaml", {"FORCE_TORCHRUN": "1"}, 1, "torchrun", LLAMA_FACTORY, ("a.yaml",), 1, 1),
+        ("lmf train a", {"FORCE_TORCHRUN": "1", "NNODES": "2", "NPROC_PER_NODE": "4"}, None, "torchrun", LLAMA_FACTORY, ("a",), 2, 4),
+        ("axolotl train c.yml --num-processes 4 --lora_r=8", {}, None, "accelerate", "axolotl.cli.train", ("c.yml", "--lora_r=8"), 1, 4),
+        ("axolotl train c.yml --launcher torchrun -- --nproc_per_node=2", {}, None, "torchrun", "axolotl.cli.train", ("c.yml",), 1, 2),
+        ("axolotl train c.yml --launcher=python", {}, 1, "python", "axolotl.cli.train", ("c.yml",), 1, 1),
+        ("trl sft --num_processes 4 --lr 1 --bf16", {}, None, "accelerate", "trl.scripts.sft", ("--lr", "1", "--bf16"), 1, 4),
+        ("trl dpo --output_dir o --accelerate_config zero2", {}, None, "accelerate", "trl.scripts.dpo", ("--output_dir", "o"), 1, 8),
+    ],
+)  # fmt: skip
+def test_programs_that_call_a_launcher(
+    line: str, env: dict[str, str], gpus: int | None, launcher: str, script: str, args: tuple[str, ...], nnodes: int, nproc: int
+) -> None:
+    spec = parse(line, env, gpus_per_node=gpus)
+    assert (spec.launcher, spec.script, spec.script_args, spec.nnodes, spec.nproc_per_node) == (launcher, script, args, nnodes, nproc)
+    assert spec.argv == tuple(line.split())
+
+
+def test_trl_takes_the_launchers_keys_out_of_its_config_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model_name_or_path: m\naccelerate_config: fsdp2\nnum_processes: 2\n")
+    spec = parse("trl sft --config c.yaml", cwd=str(tmp_path))
+    assert (spec.nproc_per_node, spec.environment["FSDP_VERSION"], spec.script_args) == (2, "2", ("--config", "c.yaml"))
+    with pytest.raises(InputError) as caught:
+        parse("trl sft --accelerate_config zero9")
+    assert caught.value.code == "LG250"
+
+
+@pytest.mark.parametrize("line", ["llamafactory-cli version", "axolotl preprocess c.yml", "trl env"])
+def test_programs_that_train_nothing(line: str) -> None:
+    with pytest.raises(InputError, match="trains nothing"):
+        parse(line)
