@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 
 from launchguard.configs import training_args
@@ -17,6 +18,12 @@ from launchguard.job import Origin
 
 _STAGE_IN_NAME = re.compile(r"(?:zero|stage|(?<![a-z])z)[-_]?([0-3])(?!\d)", re.IGNORECASE)
 _OWN_LOOPS = ("torch", "deepspeed")
+_GENERAL = frozenset({"debug", "cpu", "use_cpu", "quiet", "module", "tpu", "help", "role", "log_dir", "launcher", "seed", "local_rank"})
+# Libraries that take no arguments of a script's from its command line; what another one reads is not known here.
+_LIBRARIES = frozenset(
+    "torch torchvision transformers accelerate deepspeed datasets peft trl bitsandbytes diffusers evaluate numpy pandas sklearn scipy tqdm "
+    "wandb tensorboard safetensors huggingface_hub tokenizers sentencepiece PIL yaml packaging einops flash_attn liger_kernel".split()
+)
 
 
 def note(sources: Sources) -> None:
@@ -145,6 +152,31 @@ def _checkpointing_flag_not_read(sources: Sources) -> None:
     sources.settings.note("LG238", "warning", message, flag.origin)
 
 
+def _flag_behind_the_script(sources: Sources) -> None:
+    """LG216: a flag that the launcher has and the script, whose whole source is known, does not. The flags that decide the world are
+    noted where the launch line is read."""
+    source, launch = sources.source, sources.launch
+    if not source.name or set(source.modules) - sys.stdlib_module_names - _LIBRARIES:
+        return
+    known = source.declared | set(source.used) | set(sources.args.fields) | _GENERAL
+    for word in launch.script_args:
+        flag = word.split("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        noted = any(note.code == "LG216" and flag in note.message.split() for note in launch.notes)
+        if flag.startswith("--") and name in launch.arguments and name not in known and not noted:
+            message = f"{flag} stands behind the script, which has no such argument: {launch.launcher} does not see it"
+            sources.settings.note("LG216", "warning", message, f"command line:{flag}")
+
+
+def _adapters_left_out(sources: Sources) -> None:
+    """LG236: LoRA's numbers without its switch (trl 1.16 trainer/utils.py:get_peft_config gives None unless use_peft)."""
+    args, stated = sources.args, sources.args.stated("lora_r", "lora_target_modules", "lora_alpha")
+    uses = "get_peft_config" in sources.source.used
+    if sources.is_trainer and uses and stated is not None and "lora.r" not in sources.settings and args.stated("use_peft") is None:
+        message = f"{stated.origin.key} is given without --use_peft: no adapter is attached, and 100 % of the parameters train"
+        sources.settings.note("LG236", "warning", message, stated.origin)
+
+
 def _zero3_init_flag(sources: Sources) -> None:
     """LG239: accelerate 1.15 utils/dataclasses.py:DeepSpeedPlugin.set_deepspeed_weakref registers ZeRO-3 whatever zero3_init_flag is."""
     argument = sources.launch.arguments.get("zero3_init_flag")
@@ -159,4 +191,5 @@ def _zero3_init_flag(sources: Sources) -> None:
 DIAGNOSTICS: tuple[Callable[[Sources], None], ...] = (
     _nothing_to_shard, _replicated_under_deepspeed, _stage_in_file_name, _fsdp_version, _wrap_policy, _upcast, _mixed_precision_source,
     _lora_not_attached, _pinned_device, _fsdp_checkpointing, _checkpointing_flag_not_read, _zero3_init_flag,
+    _flag_behind_the_script, _adapters_left_out,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launchguard.configs import precision
+from launchguard.configs import precision, script_source
 from launchguard.configs._installed import dataclass_fields, default_of
 from launchguard.configs._sources import TRL_LOOPS, Sources
 from launchguard.errors import InputError
@@ -30,7 +30,7 @@ def apply(sources: Sources) -> None:
     """Put lora.* and quantization.* when the job uses them."""
     switch = _switch(sources)
     _apply_quantization(sources)
-    if switch is None:
+    if switch is None or _not_handed_on(sources, switch):
         return
     call = sources.source.first("LoraConfig")
     trl = dataclass_fields("ModelConfig") if sources.loop in TRL_LOOPS and call is None else {}
@@ -71,6 +71,19 @@ def _llama_factory(sources: Sources) -> Setting | None:
     origin = Origin("default of LLaMA-Factory", "finetuning_type")
     sources.settings.default("lora.target_modules", "all-linear", Origin("default of LLaMA-Factory", "lora_target"))
     return Setting("lora", origin)
+
+
+def _not_handed_on(sources: Sources, switch: Setting) -> bool:
+    """LG236: True when --use_peft is TRL's, and a script that parses its arguments and makes its Trainer of them attaches no adapter."""
+    source = sources.source
+    trainer = source.trainer_call()
+    whole = source.first(*script_source.ARGUMENT_PARSERS) is not None and trainer is not None and "args" in trainer.names
+    names = {*source.used, *(trainer.names if trainer is not None else ())}
+    if sources.loop not in TRL_LOOPS or not whole or any(word in name.lower() for name in names for word in ("peft", "lora", "**")):
+        return False
+    message = f"{switch.origin.key} is given, but the script hands no adapter to its Trainer: 100 % of the parameters train"
+    sources.settings.note("LG236", "warning", message, switch.origin)
+    return True
 
 
 def _lora_setting(sources: Sources, field: str, names: tuple[str, ...]) -> Setting | None:

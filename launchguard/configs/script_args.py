@@ -77,8 +77,10 @@ def _abbreviated(name: str, fields: Mapping[str, Field]) -> str:
 
 
 def from_file(name: str, cwd: str) -> dict[str, Setting]:
-    """Arguments from the script's config file (YAML or JSON), by name."""
+    """Arguments from the script's config file (YAML or JSON), by name; none of an Accelerate config that stands behind the script."""
     content = read_mapping(name, cwd, "script's config file")
+    if "distributed_type" in content or "compute_environment" in content:
+        return {}
     return {key.replace("-", "_"): Setting(_loose(value) if isinstance(value, str) else value, Origin(name, key))
             for key, value in content.items()}  # fmt: skip
 

@@ -22,11 +22,11 @@ _STRATEGIES = {"fully_shard": "fsdp2", "FSDP": "fsdp1", "FullyShardedDataParalle
 _ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig")
 _OTHER_ARGUMENT_CLASSES = ("GRPOConfig", "RLOOConfig", "PPOConfig", "KTOConfig", "RewardConfig", "PRMConfig", "ORPOConfig", "CPOConfig",
                            "OnlineDPOConfig", "GKDConfig")  # fmt: skip
-_ARGUMENT_PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
-ARGUMENT_MAKERS = (*_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS)  # what makes a Trainer's arguments
+ARGUMENT_PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
+ARGUMENT_MAKERS = (*_ARGUMENT_CLASSES, *ARGUMENT_PARSERS)  # what makes a Trainer's arguments
 _CLASS_LISTS = ("transformer_layer_cls", "module_classes")  # keywords that hold classes; their names are what matters
 _READ = (
-    *_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES, *_ARGUMENT_PARSERS, *_LOOPS, *_OTHER_LOOPS, *_STRATEGIES,
+    *_ARGUMENT_CLASSES, *_OTHER_ARGUMENT_CLASSES, *ARGUMENT_PARSERS, *_LOOPS, *_OTHER_LOOPS, *_STRATEGIES,
     "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
     "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
     "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel", "DataLoader", "backward",
@@ -70,7 +70,7 @@ class ScriptSource:
     """name: the script as the origin shows it; used: names it refers to, with their first line; defaults: of its argparse flags;
     modules: top-level names of what it imports; unused_lora: a LoraConfig that is assigned and never read again; pinned_device: the first
     "cuda:0" in it; gathers: whole-model state dicts that it makes itself; saves_optimizer: where it makes one of the optimizer;
-    invoked: name of a called function -> scope and line of its first call."""
+    invoked: name of a called function -> scope and line of its first call; declared: names of its own argparse flags and class fields."""
 
     name: str = ""
     calls: tuple[Call, ...] = ()
@@ -82,6 +82,7 @@ class ScriptSource:
     gathers: tuple[Gather, ...] = ()
     saves_optimizer: Origin | None = None
     invoked: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    declared: frozenset[str] = frozenset()
 
     def bound(self, given: Mapping[str, Setting]) -> ScriptSource:
         """The source with every `args.name` in its calls replaced by what the script was given."""
@@ -212,7 +213,7 @@ def read(launch: LaunchSpec) -> ScriptSource:
     gathers, optimizer = gathers_of(tree, name)
     return ScriptSource(
         name, tuple(reader.calls), reader.used, reader.defaults, reader.modules, unused, reader.pinned_device, gathers, optimizer,
-        reader.invoked,
+        reader.invoked, frozenset(reader.declared),
     )  # fmt: skip
 
 
@@ -242,12 +243,14 @@ class _Reader(ast.NodeVisitor):
         self.read_names: set[str] = set()
         self.pinned_device: Origin | None = None
         self.invoked: dict[str, tuple[str, int]] = {}
+        self.declared: set[str] = set()
         self._constants: dict[str, Any] = {}
         self._scope = ""
         self._guard = ""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Fields of a dataclass are script arguments (HfArgumentParser), with the defaults that they have there."""
+        self.declared |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
         if any(_callee(d.func if isinstance(d, ast.Call) else d)[0] == "dataclass" for d in node.decorator_list):
             for field_ in (n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is not None):
                 known, value = _value(field_.value, self._constants) if field_.value is not None else (False, None)
@@ -276,8 +279,8 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if node.module and not node.level:
-            self.modules.setdefault(node.module.split(".")[0], self._origin(node))
+        if node.module or node.level:
+            self.modules.setdefault("." if node.level else str(node.module).split(".")[0], self._origin(node))
         self.generic_visit(node)
 
     def visit_alias(self, node: ast.alias) -> None:
@@ -339,6 +342,7 @@ class _Reader(ast.NodeVisitor):
         flags = [value for known, value in (_value(argument, {}) for argument in node.args) if known and isinstance(value, str)]
         default = next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
         known, value = _value(default, self._constants) if default is not None else (False, None)
+        self.declared |= {flag.lstrip("-").replace("-", "_") for flag in flags}
         for flag in flags:
             if flag.startswith("--") and known and value is not None:
                 self.defaults[flag[2:].replace("-", "_")] = Setting(value, self._origin(node))

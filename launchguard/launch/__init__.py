@@ -76,7 +76,18 @@ def _devices(launch: LaunchSpec, gpus_per_node: int | None) -> tuple[Note, ...]:
     argument = launch.arguments.get("gpu_ids") or launch.arguments.get("include")
     chosen = argument is not None and str(argument.value or "all") != "all" and not argument.origin.source.startswith("default")
     origin = argument.origin if chosen and argument is not None else Origin("environment", "CUDA_VISIBLE_DEVICES")
-    return device_notes(launch.nproc_per_node, devices, gpus_per_node, origin if devices is not None else launch.world_size_origin)
+    where = origin if devices is not None else launch.world_size_origin
+    return device_notes(launch.nproc_per_node, devices, gpus_per_node, where) + _idle(launch, len(devices) if devices else gpus_per_node)
+
+
+def _idle(launch: LaunchSpec, gpus: int | None) -> tuple[Note, ...]:
+    """One process where the launcher could start one for each GPU: its YAML or default says so, and the other GPUs stay idle."""
+    on_cpu = launch.arguments.get("cpu")
+    if launch.launcher == "python" or launch.world_size > 1 or gpus is None or gpus < 2 or (on_cpu is not None and on_cpu.value):
+        return ()
+    severity = "info" if launch.world_size_origin.source == "command line" else "warning"
+    message = f"one process on a node of {gpus} GPUs: the others stay idle, and nothing is shared or sharded"
+    return (Note("LG215", severity, message, str(launch.world_size_origin)),)
 
 
 def _misplaced(launch: LaunchSpec) -> tuple[Note, ...]:

@@ -165,3 +165,40 @@ def test_the_model_before_the_accelerator(work, codes, script: str, shards: bool
     work.write("t.py", "from accelerate import Accelerator\n" + script)
     job = work.resolve("accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2 t.py --seq_len 8 --batch_size 1")
     assert job.zero.zero_init is shards and ("LG228" in codes(job)) is not shards
+
+
+ACCELERATOR = "from accelerate import Accelerator\nAccelerator()\n"
+
+
+@pytest.mark.parametrize(
+    "line, script, told",
+    [
+        ("accelerate launch --num_processes 2 t.py --mixed_precision bf16", ACCELERATOR, True),
+        ("accelerate launch --num_processes 2 t.py --config_file a.yaml", ACCELERATOR, True),
+        ("accelerate launch --num_processes 2 t.py --mixed_precision bf16", ACCELERATOR + "p.add_argument('--mixed_precision')\n", False),
+        ("accelerate launch --num_processes 2 t.py --mixed_precision bf16", ACCELERATOR + "from own import arguments\n", False),
+        ("torchrun --nproc_per_node 2 t.py --master_port=1", ACCELERATOR, True),
+        ("torchrun --nproc_per_node 2 t.py --lr=1", ACCELERATOR, False),
+    ],
+)
+def test_a_launchers_flag_behind_a_script_without_it(work, codes, line: str, script: str, told: bool) -> None:
+    work.write("t.py", script)
+    work.write("a.yaml", "distributed_type: FSDP\nmixed_precision: bf16\n")
+    assert ("LG216" in codes(work.resolve(line + " --model m --batch_size 1 --seq_len 8"))) is told
+
+
+@pytest.mark.parametrize(
+    "arguments, script, attached, told",
+    [
+        ("--lora_r 4", "get_peft_config(m)", False, True),
+        ("--use_peft --lora_r 4", "get_peft_config(m)", True, False),
+        ("--use_peft --lora_r 4", "None", False, True),
+        ("--lora_r 4 --use_peft false", "get_peft_config(m)", False, False),
+    ],
+)
+def test_lora_without_its_switch_or_its_taker(work, codes, arguments: str, script: str, attached: bool, told: bool) -> None:
+    handed = "" if script == "None" else f", peft_config={script}"
+    parser = "a, m = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()\n"
+    work.write("t.py", f"from trl import SFTTrainer\n{parser}SFTTrainer(model=m.model_name_or_path, args=a{handed})\n")
+    job = work.resolve(f"torchrun --nproc_per_node 2 t.py {arguments}" + TRAIN)
+    assert (job.lora is not None) is attached and ("LG236" in codes(job)) is told

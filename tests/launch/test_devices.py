@@ -57,3 +57,11 @@ def test_the_variable_narrows_the_node() -> None:
     assert parse("torchrun --nproc_per_node gpu t.py", 8, CUDA_VISIBLE_DEVICES="4,5").world_size == 2
     assert parse("python t.py", 8, CUDA_VISIBLE_DEVICES="0").gpus_in_sight == 1
     assert parse("accelerate launch t.py", 8, CUDA_VISIBLE_DEVICES="0,1,2").world_size == 3
+
+
+def test_one_process_on_a_node_of_many_gpus() -> None:
+    (note,) = parse("torchrun t.py", 8).notes
+    assert (note.code, note.severity) == ("LG215", "warning") and "8 GPUs" in note.message
+    assert parse("torchrun --nproc_per_node 1 t.py", 8).notes[0].severity == "info"
+    for line, gpus, env in (("torchrun t.py", 8, {"CUDA_VISIBLE_DEVICES": "0"}), ("torchrun t.py", None, {}), ("python t.py", 8, {})):
+        assert "LG215" not in [note.code for note in parse(line, gpus, **env).notes]
