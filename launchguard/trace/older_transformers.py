@@ -1,6 +1,7 @@
 """What a job's transformers does otherwise in a step than the newer one that is installed here, where bytes differ.
 
-Read in the wheels of 4.37.2, 4.44.2, 4.45.2, 4.48.1 and 4.49.0: models/llama/modeling_llama.py, loss/loss_utils.py:ForCausalLMLoss.
+Read in the wheels of 4.37.2, 4.44.2, 4.45.2, 4.48.1 and 4.49.0: models/llama/modeling_llama.py, loss/loss_utils.py:ForCausalLMLoss; of
+4.48.1 to 4.57.6: integrations/sdpa_attention.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import torch
 from launchguard.installed import release
 
 PADS_LABELS = (4, 49)  # labels are padded; before, the logits were shifted, which copies them
+GROUPED_SDPA = (4, 54)  # SDPA is given grouped keys and values; before, repeat_kv made a copy of them for every query head
 
 
-def imitate(stated: str, installed: str) -> None:
-    """stated: the job's version. Changes the installed library for the rest of the worker's life; nothing when it is not newer."""
+def imitate(stated: str, installed: str, sdpa: bool) -> None:
+    """stated: the job's version; sdpa: attention is SDPA's, not flash-attn's traced as SDPA, which always took grouped heads. Changes the
+    installed library for the rest of the worker's life; nothing when it is not newer."""
+    if sdpa and release(stated) < GROUPED_SDPA <= release(installed):
+        from transformers.integrations import sdpa_attention
+
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if release(stated) < PADS_LABELS <= release(installed):
         from transformers.loss import loss_utils
 

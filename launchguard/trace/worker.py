@@ -81,7 +81,9 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
 
         from launchguard.trace import older_transformers
 
-        older_transformers.imitate(request.versions.get("transformers", transformers.__version__), transformers.__version__)
+        stated = request.versions.get("transformers", transformers.__version__)
+        sdpa = request.factory is None and request.attn_implementation in (None, "sdpa")
+        older_transformers.imitate(stated, transformers.__version__, sdpa)
     if request.evaluation is not None:
         model.eval()
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -131,6 +131,16 @@ def test_an_older_transformers_copies_the_shifted_logits(make_job: MakeJob) -> N
     assert shifted in sizes("4.48.1") and shifted not in sizes("4.49.0")
 
 
+def test_an_older_transformers_copies_keys_for_every_query_head(make_job: MakeJob) -> None:
+    """4 query heads of 16 on 2 key heads, 2 x 64 tokens, two layers."""
+
+    def made(version: str) -> int:
+        job = make_job(precision=Precision("bfloat16", "bfloat16", "bfloat16"), versions={"transformers": version})
+        return sum(e.b for e in trace_job(job, A100).events if e.op == TraceOp.ALLOC)
+
+    assert made("4.53.3") - made("4.54.1") >= 2 * 2 * (2 * 64 * 4 * 16 * 2)  # layers, keys and values
+
+
 def test_gptq_layers_can_be_traced(make_job: MakeJob) -> None:
     job = make_job(precision=Precision("float16", "float16", "float16"), lora=LoraSpec(r=4, target_modules=("q_proj",)),
                    quantization=QuantizationSpec("gptq4"))  # fmt: skip
