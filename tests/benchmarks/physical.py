@@ -1,4 +1,5 @@
-"""python tests/benchmarks/physical.py --python PATH [--kind a6000|t4|a100]: published runs on physical cards, rehearsed.
+"""python tests/benchmarks/physical.py --python PATH [--kind a6000|t4|a100]: published runs on physical cards, rehearsed; or, with
+--predict instead of --python, as `launchguard check` predicts them (a6000, t4).
 
 PATH: an interpreter with a CUDA build of torch; for the A6000 rows with transformers 4.57.6, because newer versions stopped expanding
 K and V for grouped-query attention, which changes these peaks. Prints virtual against physical max_memory_allocated.
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launchguard import launch
+from launchguard import launch, strategies, trace, verdict
+from launchguard.job import ActivationCheckpointing, InputTensor, JobSpec, LaunchSpec, LoraSpec, ModelSpec, OptimizerSpec, Precision
 from launchguard.profiles import device
 from launchguard.rehearsal import build, run, target
 from launchguard.rehearsal.stand_in import SCRIPT as SYNTHETIC
 from launchguard.trace.cache import cache_dir
 
+TOKENS = InputTensor(("batch", "seq"))
 SCRIPT = Path(__file__).resolve().parents[1] / "rehearsal" / "scripts" / "published_loop.py"
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,6 +68,64 @@ def rows(kind: str) -> list[tuple[str, dict[str, Any], float]]:
     return [(f"{m} b{b} s{s}", {"config": {"model_type": m}, "task": t, "batch": b, "seq": s}, n) for m, t, b, s, n in T4]
 
 
+def predicted_peak(kind: str, row: dict[str, Any]) -> int:
+    """Of the steps after the first, as published_loop.py counts it."""
+    job = _a6000_job(row) if kind == "a6000" else _t4_job(row)
+    card = device(job.device or "")
+    traced = trace.trace_job(job, card)
+    judged = verdict.judge(job, traced, strategies.schedules(job, traced, card), card, verdict.device_budget(card, "0%"))
+    return max(p.allocated_bytes for p in judged.ranks[0].phases if p.name in ("forward_2", "backward_2", "step_2"))
+
+
+def _a6000_job(row: dict[str, Any]) -> JobSpec:
+    amp = row["precision"] == "amp"
+    dtype, targets = "float32" if amp else "bfloat16", ("q_proj", "k_proj", "v_proj", "o_proj")
+    return JobSpec(
+        launch=LaunchSpec("python", (), ".", SCRIPT.name, nnodes=1, nproc_per_node=1),
+        model=ModelSpec(
+            "published",
+            row["config"],
+            "AutoModelForCausalLM",
+            row["attention"],
+            use_cache=False,
+            inputs={"input_ids": TOKENS, "labels": TOKENS},
+        ),  # fmt: skip
+        loop="torch",
+        strategy="single",
+        micro_batch_size=1,
+        seq_len=2048,
+        outputs_alive_in_backward=True,
+        zero_grad_set_to_none=False,
+        precision=Precision(dtype, dtype, dtype, autocast="bfloat16" if amp else None),
+        activation_checkpointing=ActivationCheckpointing(row["checkpointing"]),
+        optimizer=OptimizerSpec("adamw", "foreach"),
+        lora=LoraSpec(r=row["lora"], lora_alpha=row["lora"], target_modules=targets) if row["lora"] else None,
+        device="rtx-a6000",
+        versions={"torch": "2.14.1", "transformers": "4.57.6"},
+    )
+
+
+def _t4_job(row: dict[str, Any]) -> JobSpec:
+    head, tokens = row["task"].endswith("LM"), {"input_ids": TOKENS}
+    model = ModelSpec("published", row["config"], row["task"]) if head else ModelSpec(
+        "factories:squared_states", kwargs={"config": row["config"]}, inputs=tokens, loss="output.loss",
+        python_path=str(Path(__file__).resolve().parents[1] / "measured"),
+    )  # fmt: skip
+    return JobSpec(
+        launch=LaunchSpec("python", (), ".", SCRIPT.name, nnodes=1, nproc_per_node=1),
+        model=model,
+        loop="torch",
+        strategy="single",
+        micro_batch_size=row["batch"],
+        seq_len=row["seq"],
+        outputs_alive_in_backward=True,
+        precision=Precision(autocast="bfloat16"),
+        optimizer=OptimizerSpec("adamw", "foreach"),
+        device="t4",
+        versions={"torch": "2.11.0"},
+    )
+
+
 def virtual_peak(kind: str, row: dict[str, Any], python: str, stubs: build.Stubs) -> int:
     """The peak that the loop prints."""
     card = device("rtx-a6000" if kind == "a6000" else "t4")
@@ -105,20 +166,27 @@ def trainer_peak(row: dict[str, Any], python: str, stubs: build.Stubs) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--python")
+    how.add_argument("--predict", action="store_true")
     parser.add_argument("--kind", choices=["a6000", "t4", "a100"], default="a6000")
     arguments = parser.parse_args()
-    environment = target.find_target(arguments.python)
-    stubs = build.build(environment, cache_dir())
+    if arguments.predict and arguments.kind == "a100":
+        parser.error("--predict: the a100 rows are cases of tests/measured/cases_dev.yaml (fmsacc-a100-010, -011, -013)")
+    environment = None if arguments.predict else target.find_target(arguments.python)
+    stubs = None if environment is None else build.build(environment, cache_dir())
     errors = []
     for name, row, measured in rows(arguments.kind):
-        if arguments.kind == "a100":
+        if environment is None or stubs is None:
+            virtual = predicted_peak(arguments.kind, row)
+        elif arguments.kind == "a100":
             virtual = trainer_peak(row, environment.python, stubs)
         else:
             virtual = virtual_peak(arguments.kind, row, environment.python, stubs)
         errors.append(abs(virtual - measured) / measured * 100)
         difference = (virtual - measured) / measured * 100
-        print(f"{name:40s} physical {measured / 1e9:8.3f} GB  virtual {virtual / 1e9:8.3f} GB  {difference:+.4f} %", flush=True)
+        how = "check" if arguments.predict else "virtual"
+        print(f"{name:40s} physical {measured / 1e9:8.3f} GB  {how} {virtual / 1e9:8.3f} GB  {difference:+.4f} %", flush=True)
     print(f"{len(errors)} rows: mean |difference| {sum(errors) / len(errors):.4f} %, largest {max(errors):.4f} %")
 
 

@@ -57,6 +57,21 @@ def causal_lm(
     return model
 
 
+def squared_states(config: dict[str, Any]) -> nn.Module:
+    """A Hugging Face model without a head whose loss is the mean square of its last hidden states (torch-preflight's T4 runs)."""
+    from transformers import AutoConfig, AutoModel
+
+    model: Any = AutoModel.from_config(AutoConfig.for_model(**config))
+    own = model.forward
+
+    def forward(input_ids: torch.Tensor) -> dict[str, Any]:
+        outputs = own(input_ids=input_ids)
+        return {"loss": outputs.last_hidden_state.pow(2).mean(), **outputs}
+
+    model.forward = forward
+    return model
+
+
 def _with_loss(model: Any, loss: Callable[..., torch.Tensor], chunk: int) -> Callable[..., dict[str, torch.Tensor]]:
     """A forward that hands hidden states and head to a loss of its own, without full logits in between."""
 
