@@ -8,6 +8,8 @@ from typing import Any
 
 from launchguard.errors import InputError
 
+_CODES = {"DeepSpeed config": "LG251", "FSDP config": "LG261", "fsdp_config": "LG261"}  # role of a file -> who refuses it
+
 
 class _DuplicateKey(ValueError):
     pass
@@ -35,7 +37,8 @@ def read_text(name: str, cwd: str, what: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except FileNotFoundError:
-        raise InputError(f"the {what} {name} does not exist", where=name, help=f"looked for {path}") from None
+        raise InputError(f"the {what} {name} does not exist", where=name, help=f"looked for {path}",
+                         code=_CODES.get(what, "")) from None  # fmt: skip
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the {what} {name} cannot be read ({error})", where=name, help="check the path and its permissions") from error
 
@@ -45,10 +48,11 @@ def parse_json(text: str, name: str, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except _DuplicateKey as error:
-        raise InputError(f"the key {error} stands twice in the {what}", where=name, help="keep one of them") from None
+        raise InputError(f"the key {error} stands twice in the {what}", where=name, help="keep one of them",
+                         code=_CODES.get(what, "")) from None  # fmt: skip
     except json.JSONDecodeError as error:
         raise InputError(f"the {what} is not valid JSON: {error.msg.lower()}", where=f"{name}:{error.lineno}:{error.colno}",
-                         help="correct the syntax at that place") from None  # fmt: skip
+                         help="correct the syntax at that place", code=_CODES.get(what, "")) from None  # fmt: skip
     return _object(value, name, what)
 
 
@@ -74,5 +78,6 @@ def read_mapping(name: str, cwd: str, what: str) -> dict[str, Any]:
 
 def _object(value: Any, name: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(f"the {what} holds a {type(value).__name__}, not keys and values", where=name, help="write key: value pairs")
+        raise InputError(f"the {what} holds a {type(value).__name__}, not keys and values", where=name, help="write key: value pairs",
+                         code=_CODES.get(what, ""))  # fmt: skip
     return {str(key): entry for key, entry in value.items()}

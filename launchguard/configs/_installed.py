@@ -37,7 +37,12 @@ _SOURCES = {  # class -> (distribution, file in the package, its base among thes
     "SFTConfig": ("trl", os.path.join("trainer", "sft_config.py"), "_BaseConfig"),
     "DPOConfig": ("trl", os.path.join("trainer", "dpo_config.py"), "_BaseConfig"),
     "ModelConfig": ("trl", os.path.join("trainer", "model_config.py"), None),
+    "ScriptArguments": ("trl", os.path.join("scripts", "utils.py"), None),
 }
+_ENUMS = {"SchedulerType": "trainer_utils.py", "IntervalStrategy": "trainer_utils.py", "SaveStrategy": "trainer_utils.py",
+          "HubStrategy": "trainer_utils.py", "OptimizerNames": "training_args.py"}  # fmt: skip
+_TRAINERS = {"Trainer": ("transformers", "trainer.py"), "SFTTrainer": ("trl", os.path.join("trainer", "sft_trainer.py")),
+             "DPOTrainer": ("trl", os.path.join("trainer", "dpo_trainer.py"))}  # fmt: skip
 
 
 def default_of(distribution: str) -> str:
@@ -59,6 +64,26 @@ def dataclass_fields(name: str) -> Mapping[str, Field]:
         if isinstance(node, ast.ClassDef) and node.name == name:
             fields.update(_fields_of(node, distribution))
     return fields
+
+
+@functools.cache
+def enum_values(name: str) -> tuple[str, ...]:
+    """Values of an enumeration of the installed transformers; none where it is not installed or has moved."""
+    tree = _parse("transformers", _ENUMS[name])
+    bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name) if tree is not None else ()
+    values = (_literal(member.value, {}) for body in bodies for member in body if isinstance(member, ast.Assign))
+    return tuple(value for value in values if isinstance(value, str))
+
+
+@functools.cache
+def trainer_keywords(name: str) -> frozenset[str]:
+    """Keywords that the installed Trainer, SFTTrainer or DPOTrainer takes; none where it takes any, or cannot be read."""
+    tree = _parse(*_TRAINERS[name]) if name in _TRAINERS else None
+    bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name) if tree is not None else ()
+    for method in (member for body in bodies for member in body if isinstance(member, ast.FunctionDef) and member.name == "__init__"):
+        taken = (*method.args.args, *method.args.kwonlyargs)
+        return frozenset() if method.args.kwarg is not None else frozenset(argument.arg for argument in taken)
+    return frozenset()
 
 
 def _tabled() -> dict[str, Field]:

@@ -47,7 +47,7 @@ def positive(setting: Setting) -> int:
         number = 0
     if number < 1:
         raise InputError(f"{setting.origin.key.lstrip('-')} is {setting.value}, not a positive number", where=str(setting.origin),
-                         help="give 1 or more")  # fmt: skip
+                         help="give 1 or more", code="LG261")  # fmt: skip
     return number
 
 

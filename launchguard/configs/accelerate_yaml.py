@@ -55,9 +55,12 @@ def apply_parallelism(sources: Sources) -> None:
     if product != world and int(sizes["sp"].value) == 1:
         parts = " x ".join(f"{name} {setting.value}" for name, setting in sizes.items() if setting.value != 1)
         raise InputError(f"parallelism_config makes {product} processes ({parts or 'all sizes 1'}), but {world} are launched",
-                         where=where, help=f"make the product of the sizes {world}, or launch {product} processes")  # fmt: skip
+                         where=where, help=f"make the product of the sizes {world}, or launch {product} processes",
+                         code="LG250")  # fmt: skip
     if int(sizes["cp"].value) > 1 and int(sizes["sp"].value) > 1:
-        raise InputError("context and sequence parallelism exclude each other", where=where, help="set cp_size or sp_size to 1")
+        raise InputError(
+            "context and sequence parallelism exclude each other", where=where, help="set cp_size or sp_size to 1", code="LG250"
+        )
     shard = int(sizes["dp_shard"].value) * int(sizes["cp"].value)
     strategy = sources.settings.get("strategy")
     if strategy == "fsdp2":
@@ -79,7 +82,9 @@ def _size(sources: Sources, name: str) -> Setting:
     except ValueError:
         value = 0
     if value < 1:
-        raise InputError(f"parallelism_config_{name}_size is {setting.value}", where=str(setting.origin), help="give 1 or more")
+        raise InputError(
+            f"parallelism_config_{name}_size is {setting.value}", where=str(setting.origin), help="give 1 or more", code="LG250"
+        )
     return Setting(value, setting.origin)
 
 

@@ -43,8 +43,18 @@ _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "lion": ("lion", "deepspeed_fused"), "muon": ("muon", "for_loop"), "adagrad": ("adagrad", "foreach"), "sgd": ("sgd", "foreach"),
     "rmsprop": ("rmsprop", "foreach"), "adafactor": ("adafactor_torch", "for_loop"), "radam": ("radam", "foreach"),
     "nadam": ("nadam", "foreach"), "adadelta": ("adadelta", "foreach"), "adamax": ("adamax", "foreach"), "rprop": ("rprop", "foreach"),
+    "onebitadam": ("adam", "foreach"), "zerooneadam": ("adam", "foreach"), "onebitlamb": ("lamb", "foreach"),
     "muadam": ("adam", "foreach"), "muadamw": ("adamw", "foreach"), "musgd": ("sgd", "foreach"),
 }  # fmt: skip
+
+
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+_TORCH_ONLY = ("ASGD", "LBFGS", "SparseAdam")  # of torch 2.13 optim/__init__.py, those that are not in _OPTIMIZERS
+
+
+def knows_optimizer(name: str) -> bool:
+    """False when runtime/engine.py:_configure_basic_optimizer finds the name neither in DeepSpeed nor in torch.optim."""
+    return name.lower() in _OPTIMIZERS or name in _TORCH_ONLY
 
 
 def optimizer(name: str, params: Mapping[str, Any]) -> tuple[str, str]:

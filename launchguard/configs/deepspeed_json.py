@@ -258,7 +258,7 @@ def _check_sections(document: Document) -> None:
         value = document.get(key)
         if value is not None and value != "auto" and not isinstance(value, dict):
             raise InputError(f"{key} is {value!r}, not a section of keys and values", where=str(document.origin(key)),
-                             help=f'"{key.rpartition(".")[2]}": {{...}}')  # fmt: skip
+                             help=f'"{key.rpartition(".")[2]}": {{...}}', code="LG251")  # fmt: skip
 
 
 def _check_scheduler(document: Document) -> None:
@@ -320,7 +320,8 @@ def _count(document: Document, key: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or int(value) != value:
-        raise InputError(f"{key} is {value!r}, not a positive number", where=str(document.origin(key)), help="write 1 or more")
+        raise InputError(f"{key} is {value!r}, not a positive number", where=str(document.origin(key)), help="write 1 or more",
+                         code="LG251")  # fmt: skip
     return int(value)
 
 
@@ -392,7 +393,7 @@ def _complete_plugin(sources: Sources, document: Document) -> None:
     """DeepSpeedPlugin.__post_init__ with a config, then set_mixed_precision."""
     if not isinstance(document.get("zero_optimization"), dict):
         raise InputError("the DeepSpeed config has no zero_optimization section", where=document.name,
-                         help='add "zero_optimization": {"stage": 0..3}')  # fmt: skip
+                         help='add "zero_optimization": {"stage": 0..3}', code="LG251")  # fmt: skip
     if not document.has("gradient_accumulation_steps"):
         document.put("gradient_accumulation_steps", 1, Origin(default_of("accelerate"), "gradient_accumulation_steps"))
     for key, name, default in _PLUGIN:
@@ -451,7 +452,7 @@ def _complete_hidden_size(sources: Sources, document: Document) -> None:
     hidden = model_config.hidden_size(sources.config, nested=sources.is_trainer) if sources.config is not None else None
     if hidden is None:
         raise InputError(f'{keys[0][0].rpartition(".")[2]} is "auto", and the model has no hidden_size to make it of',
-                         where=str(document.origin(keys[0][0])), help="write a number of elements")  # fmt: skip
+                         where=str(document.origin(keys[0][0])), help="write a number of elements", code="LG256")  # fmt: skip
     for key, rule in keys:
         document.put(key, rule(hidden), Origin(document.name, key))
         message = f'{key.rpartition(".")[2]} "auto" is {rule(hidden)} elements, from hidden size {hidden}'
@@ -494,7 +495,8 @@ def _converted(name: str, value: Any, document: Document, key: str) -> Any:
         if (name in _INTEGERS or name == "stage") and not isinstance(value, bool):
             return int(float(value))
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{key} is {value!r}", where=str(document.origin(key)), help="see the DeepSpeed configuration reference") from None
+        raise InputError(f"{key} is {value!r}", where=str(document.origin(key)), help="see the DeepSpeed configuration reference",
+                         code="LG251") from None  # fmt: skip
     return job_file.convert(f"zero.{name}", value, document.origin(key))
 
 
@@ -585,13 +587,24 @@ def _put_optimizer(sources: Sources, document: Document) -> None:
     if document.has("optimizer.type"):
         name, params = str(document.get("optimizer.type")), document.get("optimizer.params") or {}
         origin = document.origin("optimizer.type")
+        if not deepspeed_installed.knows_optimizer(name):
+            raise InputError(f"DeepSpeed and torch.optim have no optimizer {name}", where=str(origin),
+                             help="AdamW, Adam, Lamb, Lion, SGD, ...", code="LG251")  # fmt: skip
         key, implementation = deepspeed_installed.optimizer(name, params)
+        if name.lower() in deepspeed_installed.ONE_BIT:
+            message = f"the compressed communication of {name} is not modelled: predicted as {key}"
+            settings.note("LG310", "warning", message, origin)
         settings.put("optimizer.name", key, origin)
         settings.put("optimizer.implementation", "cpu" if on_cpu else implementation, origin)
         kept = {name: params[name] for name in ("amsgrad", "momentum", "adam_w_mode") if name in params}
         if kept:
             settings.put("optimizer.params", kept, document.origin("optimizer.params"))
     elif on_cpu:
+        if "bit" in str(settings.get("optimizer.name")) and sources.loop not in ("deepspeed", "torch"):
+            name, where = settings.get("optimizer.name"), document.origin("zero_optimization.offload_optimizer.device")
+            message = f"with offload_optimizer Accelerate replaces {name} by DeepSpeedCPUAdam: two float32 states on the host"
+            settings.note("LG264", "warning", message, where)
+            settings.put("optimizer.name", "adamw", where)
         settings.put("optimizer.implementation", "cpu", document.origin("zero_optimization.offload_optimizer.device"))
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 
-from launchguard.configs import training_args
+from launchguard.configs import trainer_checks, training_args
 from launchguard.configs._installed import default_of
 from launchguard.configs._sources import Sources
 from launchguard.job import Origin
@@ -19,11 +18,6 @@ from launchguard.job import Origin
 _STAGE_IN_NAME = re.compile(r"(?:zero|stage|(?<![a-z])z)[-_]?([0-3])(?!\d)", re.IGNORECASE)
 _OWN_LOOPS = ("torch", "deepspeed")
 _GENERAL = frozenset({"debug", "cpu", "use_cpu", "quiet", "module", "tpu", "help", "role", "log_dir", "launcher", "seed", "local_rank"})
-# Libraries that take no arguments of a script's from its command line; what another one reads is not known here.
-_LIBRARIES = frozenset(
-    "torch torchvision transformers accelerate deepspeed datasets peft trl bitsandbytes diffusers evaluate numpy pandas sklearn scipy tqdm "
-    "wandb tensorboard safetensors huggingface_hub tokenizers sentencepiece PIL yaml packaging einops flash_attn liger_kernel".split()
-)
 
 
 def note(sources: Sources) -> None:
@@ -156,7 +150,7 @@ def _flag_behind_the_script(sources: Sources) -> None:
     """LG216: a flag that the launcher has and the script, whose whole source is known, does not. The flags that decide the world are
     noted where the launch line is read."""
     source, launch = sources.source, sources.launch
-    if not source.name or set(source.modules) - sys.stdlib_module_names - _LIBRARIES:
+    if not source.name or source.foreign():
         return
     known = source.declared | set(source.used) | set(sources.args.fields) | _GENERAL
     for word in launch.script_args:
@@ -188,8 +182,16 @@ def _zero3_init_flag(sources: Sources) -> None:
         sources.settings.note("LG239", "warning", message, argument.origin)
 
 
+def _eight_bits_under_fsdp(sources: Sources) -> None:
+    """LG264: what Accelerate does with a bitsandbytes optimizer while it wraps (accelerate 1.15 accelerator.py:_prepare_fsdp2 keeps it)."""
+    settings, name = sources.settings, str(sources.settings.get("optimizer.name"))
+    if str(settings.get("strategy")).startswith("fsdp") and "8bit" in name and sources.loop not in _OWN_LOOPS:
+        message = f"{name} keeps its 8-bit states under FSDP; accelerate 0.21 turned it into a 32-bit one (its issue 1902)"
+        settings.note("LG264", "info", message, settings.origin("optimizer.name") or "optimizer")
+
+
 DIAGNOSTICS: tuple[Callable[[Sources], None], ...] = (
     _nothing_to_shard, _replicated_under_deepspeed, _stage_in_file_name, _fsdp_version, _wrap_policy, _upcast, _mixed_precision_source,
     _lora_not_attached, _pinned_device, _fsdp_checkpointing, _checkpointing_flag_not_read, _zero3_init_flag,
-    _flag_behind_the_script, _adapters_left_out,
+    _flag_behind_the_script, _adapters_left_out, trainer_checks.unknown_arguments, _eight_bits_under_fsdp,
 )  # fmt: skip

@@ -33,7 +33,7 @@ def boolean(value: Any, origin: Origin) -> bool:
         return True
     if text in _FALSE:
         return False
-    raise InputError(f"{value!r} is neither true nor false", where=str(origin), help="write true or false")
+    raise InputError(f"{value!r} is neither true nor false", where=str(origin), help="write true or false", code=_refuser(origin))
 
 
 def one_of(value: Any, allowed: tuple[str, ...], origin: Origin) -> str:
@@ -42,8 +42,22 @@ def one_of(value: Any, allowed: tuple[str, ...], origin: Origin) -> str:
     if text.isdigit() and 1 <= int(text) <= len(allowed):
         return allowed[int(text) - 1]
     if text not in allowed:
-        raise InputError(f"unknown value {value!r}", where=str(origin), help=f"one of {', '.join(allowed)}")
+        raise InputError(f"unknown value {value!r}", where=str(origin), help=f"one of {', '.join(allowed)}", code=_refuser(origin))
     return text
+
+
+def _refuser(origin: Origin) -> str:
+    """Code of the refusal: the plugin that accelerate launch fills, or the Trainer's arguments."""
+    return "LG250" if "fsdp_config.fsdp_" in origin.key or origin.key.lower().lstrip("-").startswith("fsdp_") else "LG261"
+
+
+def whole_number(setting: Setting) -> int:
+    """A number that a library reads with int(). Raises InputError where that raises ValueError."""
+    try:
+        return int(setting.value)
+    except (TypeError, ValueError):
+        raise InputError(f"{setting.value!r} is not a whole number", where=str(setting.origin), help="write a number",
+                         code=_refuser(setting.origin)) from None  # fmt: skip
 
 
 # ---------------------------------------------------------------- TrainingArguments
@@ -103,13 +117,13 @@ def _legacy(fsdp: Setting, options: dict[str, Setting], version: int) -> None:
         if item.upper() in STRATEGIES:
             if version == 2 and item not in ("full_shard", "shard_grad_op"):
                 raise InputError(f"--fsdp {item} exists in FSDP1 only, and the version is 2", where=str(fsdp.origin),
-                                 help='set "version": 1 in fsdp_config, or use full_shard')  # fmt: skip
+                                 help='set "version": 1 in fsdp_config, or use full_shard', code="LG261")  # fmt: skip
             options.setdefault("reshard_after_forward", Setting(item == "full_shard" if version == 2 else item, fsdp.origin))
         elif item == "offload":
             options.setdefault("cpu_offload", Setting(True, fsdp.origin))
         elif item != "auto_wrap":
             raise InputError(f"unknown --fsdp option {item!r}", where=str(fsdp.origin),
-                             help=f"one of {', '.join(s.lower() for s in STRATEGIES)}, offload, auto_wrap")  # fmt: skip
+                             help=f"one of {', '.join(s.lower() for s in STRATEGIES)}, offload, auto_wrap", code="LG261")  # fmt: skip
 
 
 class _Options:
@@ -134,13 +148,15 @@ class _Options:
         try:
             return Setting(int(setting.value), setting.origin)
         except (TypeError, ValueError):
-            raise InputError(f"{key} is {setting.value!r}, not a number", where=str(setting.origin), help=f"write {default}") from None
+            raise InputError(f"{key} is {setting.value!r}, not a number", where=str(setting.origin), help=f"write {default}",
+                             code="LG261") from None  # fmt: skip
 
 
 def _put_trainer_options(sources: Sources, options: _Options, version: int) -> None:
     """training_args.py:_process_fsdp_args, key by key."""
     if version not in (1, 2):
-        raise InputError(f"FSDP version {version} does not exist", where=str(options.setting("version", 2).origin), help="1 or 2")
+        raise InputError(f"FSDP version {version} does not exist", where=str(options.setting("version", 2).origin), help="1 or 2",
+                         code="LG261")  # fmt: skip
     sources.put("fsdp.offload_params", options.flag("cpu_offload", False))
     policy = options.choice("auto_wrap_policy", WRAP_POLICIES[0], WRAP_POLICIES)
     _put_wrap(sources, policy, options.options.get("transformer_layer_cls_to_wrap"),
@@ -149,11 +165,14 @@ def _put_trainer_options(sources: Sources, options: _Options, version: int) -> N
     sources.put("fsdp.state_dict_type", options.choice("state_dict_type", STATE_DICTS[0], STATE_DICTS))
     if "activation_checkpointing" in options.options:
         _put_checkpointing(sources, options.flag("activation_checkpointing", False))
-    note_inert(sources, version, {key: setting.origin for key, setting in options.options.items() if key != "sharding_strategy"})
     for key in sorted(set(options.options) - _TRAINER_KEYS):
         sources.settings.note("LG225", "warning", f"the Trainer does not read {key} and ignores it", options.options[key].origin)
     if version == 2:
         sources.put("fsdp.reshard_after_forward", options.flag("reshard_after_forward", True))
+    note_inert(sources, version, {key: setting.origin for key, setting in options.options.items() if key != "sharding_strategy"})
+    if version == 2 and "sharding_strategy" in options.options:
+        _note_renamed(sources, options.options["sharding_strategy"].origin)
+    if version == 2:
         return
     sources.put("fsdp.sharding_strategy", options.choice("reshard_after_forward", "full_shard", STRATEGIES))
     sources.put("fsdp.forward_prefetch", options.flag("forward_prefetch", False))
@@ -184,7 +203,7 @@ def from_environment(sources: Sources) -> None:
     policy = variable(sources, "FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
     classes, size = variable(sources, "FSDP_TRANSFORMER_CLS_TO_WRAP", None), variable(sources, "FSDP_MIN_NUM_PARAMS", 0)
     _put_wrap(sources, Setting(one_of(policy.value, WRAP_POLICIES, policy.origin), policy.origin), classes if classes.value else None,
-              Setting(int(size.value), size.origin))  # fmt: skip
+              Setting(whole_number(size), size.origin))  # fmt: skip
     kind = variable(sources, "FSDP_STATE_DICT_TYPE", STATE_DICTS[0] if number == 1 else STATE_DICTS[2])
     sources.settings.put("fsdp.state_dict_type", one_of(kind.value, STATE_DICTS, kind.origin), kind.origin)
     checkpointing = variable(sources, "FSDP_ACTIVATION_CHECKPOINTING", False)
@@ -231,10 +250,15 @@ def note_inert(sources: Sources, version: int, stated: Mapping[str, Origin]) -> 
         if key in (_INERT_IN_2 if version == 2 else ()):
             sources.settings.note("LG227", "warning", f"{key} has no effect with FSDP2", origin)
     if version == 2 and "sharding_strategy" in stated:
-        value = sources.settings.get("fsdp.reshard_after_forward")
-        meaning = "FULL_SHARD: true, SHARD_GRAD_OP: false"
-        message = f"FSDP2 calls sharding_strategy reshard_after_forward ({meaning}); {str(value).lower()} is in effect"
-        sources.settings.note("LG230", "warning", message, stated["sharding_strategy"])
+        _note_renamed(sources, stated["sharding_strategy"])
+
+
+def _note_renamed(sources: Sources, origin: Origin) -> None:
+    """LG230: sharding_strategy is not read by FSDP2."""
+    value = sources.settings.get("fsdp.reshard_after_forward")
+    meaning = "FULL_SHARD: true, SHARD_GRAD_OP: false"
+    message = f"FSDP2 calls sharding_strategy reshard_after_forward ({meaning}); {str(value).lower()} is in effect"
+    sources.settings.note("LG230", "warning", message, origin)
 
 
 def _note_environment(sources: Sources) -> None:

@@ -22,7 +22,7 @@ def compute_dtype(mixed_precision: Setting) -> str | None:
     name = str(mixed_precision.value).lower()
     if name not in _COMPUTE:
         raise InputError(f"unknown mixed_precision {name!r}", where=str(mixed_precision.origin),
-                         help=f"one of {', '.join(_COMPUTE)}")  # fmt: skip
+                         help=f"one of {', '.join(_COMPUTE)}", code="LG250")  # fmt: skip
     return _COMPUTE[name]
 
 

@@ -129,14 +129,14 @@ def _typed(known: Field | None, values: Sequence[str], flag: str, where: str) ->
     if not values:
         if known is None or known.accepts("bool"):
             return True
-        raise InputError(f"{flag} has no value", where=f"{where} {flag}", help=f"{flag} {known.annotation}")
+        raise InputError(f"{flag} has no value", where=f"{where} {flag}", help=f"{flag} {known.annotation}", code="LG261")
     if known is None:
         return [_loose(value) for value in values] if len(values) > 1 else _loose(values[0])
     try:
         return _scalar(known, values[0])
     except ValueError:
         raise InputError(f"{flag} {values[0]}: not a value of type {known.annotation}", where=f"{where} {flag}",
-                         help=f"give a {known.annotation}") from None  # fmt: skip
+                         help=f"give a {known.annotation}", code="LG261") from None  # fmt: skip
 
 
 def _scalar(known: Field, text: str) -> Any:

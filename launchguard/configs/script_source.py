@@ -30,8 +30,15 @@ _READ = (
     "Accelerator", "LoraConfig", "BitsAndBytesConfig", "from_pretrained",
     "from_config", "MixedPrecisionPolicy", "MixedPrecision", "autocast", "SGD", "Adam", "AdamW", "prepare_model_for_kbit_training",
     "initialize", "Init", "partial", "transformer_auto_wrap_policy", "ModuleWrapPolicy", "DataParallel", "DataLoader", "backward",
+    "AdamW8bit", "Adam8bit", "PagedAdamW8bit", "PagedAdam8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit", "PagedLion32bit",
+    "Adafactor",
     "FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "HfDeepSpeedConfig",
 )  # fmt: skip
+# Libraries that take no arguments of a script's from its command line; what another one reads is not known here.
+_LIBRARIES = frozenset(
+    "torch torchvision transformers accelerate deepspeed datasets peft trl bitsandbytes diffusers evaluate numpy pandas sklearn scipy tqdm "
+    "wandb tensorboard safetensors huggingface_hub tokenizers sentencepiece PIL yaml packaging einops flash_attn liger_kernel".split()
+)
 _ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")  # of torch.distributed.fsdp; a member is meant by its name
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float64")
 
@@ -98,6 +105,10 @@ class ScriptSource:
     def first(self, *names: str) -> Call | None:
         """The first call of one of these names."""
         return next((call for call in self.calls if call.name in names), None)
+
+    def foreign(self) -> set[str]:
+        """Modules whose code may read the command line: all that are neither Python's nor well-known libraries."""
+        return set(self.modules) - sys.stdlib_module_names - _LIBRARIES
 
     def loop(self) -> Setting | None:
         """Whose training loop the script runs, if one of the known classes is used in it."""

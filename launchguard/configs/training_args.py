@@ -33,6 +33,12 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "rmsprop_bnb": ("rmsprop_bnb", "fused"), "rmsprop_bnb_8bit": ("rmsprop_bnb_8bit", "fused"),
     "rmsprop_bnb_32bit": ("rmsprop_bnb", "fused"),
 }  # fmt: skip
+# Classes of a hand-written loop that are not torch's: bitsandbytes 0.49 optim, transformers, deepspeed 0.19.8 ops -> as OPTIMIZERS.
+_OTHER_CLASSES: Mapping[str, tuple[str, str]] = {
+    "AdamW8bit": ("adamw_8bit", "fused"), "Adam8bit": ("adamw_8bit", "fused"), "PagedAdamW8bit": ("paged_adamw_8bit", "fused"),
+    "PagedAdam8bit": ("paged_adamw_8bit", "fused"), "PagedAdamW32bit": ("paged_adamw_32bit", "fused"), "Lion8bit": ("lion_8bit", "fused"),
+    "PagedLion8bit": ("paged_lion_8bit", "fused"), "PagedLion32bit": ("paged_lion_32bit", "fused"), "Adafactor": ("adafactor", "for_loop"),
+}  # fmt: skip
 # Optimizers of the Trainer's list without a profile, whose states are low-rank or one tensor less (their papers): adamw is an upper bound.
 _LESS_THAN_ADAMW = ("galore_", "apollo_", "schedule_free_", "stable_adamw")
 _MEMORY_PARAMS = ("amsgrad", "momentum", "centered", "rank", "fused", "foreach", "maximize", "block_size")
@@ -249,7 +255,7 @@ def _mapping(setting: Setting | None) -> tuple[dict[str, Any], Origin]:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise InputError(f"{setting.origin.key} is not valid JSON: {error.msg.lower()}", where=str(setting.origin),
-                             help="quote it for the shell: '{\"use_reentrant\": false}'") from None  # fmt: skip
+                             help="quote it for the shell: '{\"use_reentrant\": false}'", code="LG261") from None  # fmt: skip
     return (dict(value) if isinstance(value, Mapping) else {}), setting.origin
 
 
@@ -315,8 +321,12 @@ def _apply_hand_written(sources: Sources) -> None:
     args, settings = sources.args, sources.settings
     sources.put("max_grad_norm", args.setting("max_grad_norm", "gradient_clipping", "grad_clip", "clip_grad_norm"))
     settings.put("outputs_alive_in_backward", True, Origin("hand-written training loop", "outputs"))
-    call = sources.source.first("AdamW", "Adam", "SGD")
-    if call is not None:
+    call = sources.source.first("AdamW", "Adam", "SGD", *_OTHER_CLASSES)
+    if call is not None and call.name in _OTHER_CLASSES:
+        name, implementation = _OTHER_CLASSES[call.name]
+        settings.put("optimizer.name", name, call.origin)
+        settings.put("optimizer.implementation", implementation, call.origin)
+    elif call is not None:
         settings.put("optimizer.name", call.name.lower(), call.origin)
         fused, foreach = call.keywords.get("fused"), call.keywords.get("foreach")
         implementation = "fused" if _on(fused) else "for_loop" if foreach is not None and foreach.value is False else "foreach"

@@ -99,7 +99,7 @@ def _config_file(args: Any, env: Mapping[str, str], cwd: str) -> str | None:
         path = os.path.join(cwd, os.path.expanduser(args.config_file))
         if not os.path.isfile(path):
             raise InputError(f"no Accelerate config at {args.config_file}", where="accelerate launch --config_file",
-                             help="correct the path; accelerate config writes one")  # fmt: skip
+                             help="correct the path; accelerate config writes one", code="LG250")  # fmt: skip
         return path
     home = env.get("HOME", os.path.expanduser("~"))
     cache = env.get("HF_HOME", os.path.join(env.get("XDG_CACHE_HOME", os.path.join(home, ".cache")), "huggingface"))
@@ -176,7 +176,7 @@ def _starts_many(args: Any) -> bool:
 
 def _world(args: Any) -> tuple[int, int, tuple[Note, ...]]:
     """(machines, processes per machine, notes)."""
-    machines, total = args.num_machines or 1, args.num_processes or 1
+    machines, total = _count(args, "num_machines"), _count(args, "num_processes")
     if args.tpu:
         raise InputError("TPU jobs are not modelled", where="accelerate launch --tpu", help="launchguard predicts CUDA GPUs")
     if not _starts_many(args):
@@ -191,8 +191,18 @@ def _world(args: Any) -> tuple[int, int, tuple[Note, ...]]:
         notes = ()
     if total < machines:
         raise InputError(f"num_processes {total} is the total over machines, and there are {machines} machines",
-                         where="accelerate launch --num_processes", help=f"give at least {machines}")  # fmt: skip
+                         where="accelerate launch --num_processes", help=f"give at least {machines}", code="LG250")  # fmt: skip
     return machines, total // machines, notes
+
+
+def _count(args: Any, name: str) -> int:
+    """A number of the config file, whose values no parser has looked at; torchrun gets it as text, and refuses what is none."""
+    value = getattr(args, name) or 1
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} is {value!r}, not a whole number", where=f"accelerate launch --{name}", help="write 1 or more",
+                         code="LG250") from None  # fmt: skip
 
 
 def _arguments(args: Any, given: Mapping[str, Any], typed: set[str], defaults: Any, config_file: str | None) -> dict[str, Setting]:

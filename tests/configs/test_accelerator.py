@@ -189,3 +189,32 @@ def test_sizes_of_a_loop_under_deepspeed(work, codes) -> None:
     work.write("launchguard.yaml", "seq_len: 64\n")
     work.write("train.py", script.replace("4, shuffle", "batch_size=n, shuffle"))
     assert "LG211" in codes(work.resolve(line))
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (fsdp(1, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params="many"), "not a whole number"),
+        (fsdp(1, sharding_strategy="FULLSHARD"), "unknown value 'FULLSHARD'"),
+        (fsdp(1, offload_params="ja"), "neither true nor false"),
+        (fsdp(3), "unknown value '3'"),
+        ("distributed_type: MULTI_GPU\nnum_processes: eight\n", "num_processes is 'eight'"),
+    ],
+)
+def test_what_accelerate_refuses(work, content: str, text: str) -> None:
+    work.write("acc.yaml", content)
+    with pytest.raises(InputError, match=text) as caught:
+        work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert caught.value.code == "LG250"
+
+
+def test_an_eight_bit_optimizer(work, codes) -> None:
+    work.write("train.py", "import bitsandbytes as bnb\nfrom accelerate import Accelerator\nAccelerator()\nbnb.optim.AdamW8bit(p)\n")
+    work.write("acc.yaml", fsdp(1, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
+    job = work.resolve("accelerate launch --config_file acc.yaml" + TAIL)
+    assert job.optimizer.name == "adamw_8bit" and "LG264" in codes(job)
+    line = "accelerate launch --use_deepspeed --num_processes 2 --zero_stage 2 --offload_optimizer_device %s" + TAIL
+    job = work.resolve(line % "cpu")
+    assert (job.optimizer.name, job.optimizer.implementation) == ("adamw", "cpu") and "LG264" in codes(job)
+    job = work.resolve(line % "none")
+    assert job.optimizer.name == "adamw_8bit" and "LG264" not in codes(job)

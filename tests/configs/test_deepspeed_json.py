@@ -292,3 +292,26 @@ def test_a_scheduler_that_deepspeed_does_not_know(work) -> None:
     with pytest.raises(InputError, match="does not recognize LR scheduler Cosine") as caught:
         work.resolve("deepspeed --num_gpus 2 t.py --model m --seq_len 8 --deepspeed_config ds.json")
     assert caught.value.code == "LG251"
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ('{"zero_optimization": {"stage": 2', "not valid JSON"),
+        ({"zero_optimization": True, "train_micro_batch_size_per_gpu": 1}, "not a section"),
+        ({"zero_optimization": {}, "train_micro_batch_size_per_gpu": 0}, "not a positive number"),
+        ({"zero_optimization": {}, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adamm"}}, "have no optimizer Adamm"),
+        ({"zero_optimization": {}, "train_micro_batch_size_per_gpu": 1, "data_types": {"grad_accum_dtype": "int3"}}, "is 'int3'"),
+    ],
+)
+def test_what_deepspeed_refuses_has_its_code(work, content: Any, text: str) -> None:
+    work.write("ds.json", content)
+    with pytest.raises(InputError, match=text) as caught:
+        work.resolve("deepspeed --num_gpus 2 t.py --model m --seq_len 8 --deepspeed_config ds.json")
+    assert caught.value.code == "LG251"
+
+
+def test_a_compressed_optimizer_is_predicted_as_the_plain_one(work, codes) -> None:
+    work.write("ds.json", {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "OneBitAdam"}})
+    job = work.resolve("deepspeed --num_gpus 2 t.py --model m --seq_len 8 --deepspeed_config ds.json")
+    assert job.optimizer.name == "adamw" and "LG310" in codes(job)

@@ -242,7 +242,7 @@ class TestModel:
 def test_fsdp_config_keys_that_nothing_reads(work) -> None:
     config = '{"sharding_strategy": "FULL_SHARD", "use_orig_params": true}'
     job = work.resolve([*TRAINER.split(), "--fsdp", "full_shard", "--fsdp_config", config])
-    assert sorted(note.code for note in job.notes) == ["LG225", "LG227", "LG230", "LG232"]
+    assert sorted(note.code for note in job.notes) == ["LG225", "LG227", "LG230", "LG230", "LG232"]
 
 
 def test_hub_without_an_address(work, monkeypatch: pytest.MonkeyPatch) -> None:
