@@ -366,7 +366,9 @@ class Fsdp1Engine(Engine):
     # step --------------------------------------------------------------------------------------------------------------
     def step(self) -> None:
         if self.job.max_grad_norm is not None and not self.spec.offload_params:
-            clip_grad_norm(self.stream, len(self.trainable) if self.spec.use_orig_params else len(self.handles))
+            # its own, without foreach (_runtime_utils.py: FullyShardedDataParallel.clip_grad_norm_, _get_grad_norm)
+            count = len(self.trainable) if self.spec.use_orig_params else len(self.handles)
+            clip_grad_norm(self.stream, [0] * count, foreach=False)
         assert self.optimizer is not None
         self.optimizer.step()
 

@@ -321,7 +321,7 @@ class Fsdp2Engine(Engine):
     # step --------------------------------------------------------------------------------------------------------------
     def step(self) -> None:
         if self.job.max_grad_norm is not None and not self.spec.offload_params:
-            clip_grad_norm(self.stream, len(self.trainable))
+            clip_grad_norm(self.stream, [n for g in self.groups for i, n in g.padded.items() if i in g.trainable])
         assert self.optimizer is not None
         self.optimizer.step()
 

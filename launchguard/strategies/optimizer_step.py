@@ -13,7 +13,10 @@ from launchguard.events import Category
 from launchguard.job import TRAINER_LOOPS, OptimizerSpec
 from launchguard.profiles import optimizer, state_bytes, temporary_bytes
 from launchguard.strategies._stream import Stream
-from launchguard.units import dtype_bytes
+from launchguard.units import ceil_div, dtype_bytes
+
+NORM_CHUNK, SCALAR_BYTES = 65536, 4
+PARTIAL_SUMS = "partial sums of gradient norms"
 
 
 class SteppedTensor(NamedTuple):
@@ -96,6 +99,18 @@ def numel(shape: tuple[int, ...]) -> int:
     return n
 
 
-def clip_grad_norm(stream: Stream, tensors: int) -> None:
-    """torch.nn.utils.clip_grad_norm_: one norm per gradient (512 bytes each), their stack, and _foreach_norm's partial sums (20 KiB)."""
-    stream.touch(512 * tensors + 20 * 1024, Category.TEMPORARIES, "gradient norms")
+def clip_grad_norm(stream: Stream, numels: Sequence[int], foreach: bool = True) -> None:
+    """torch.nn.utils.clip_grad_norm_ over gradients of these sizes, scalar by scalar (torch 2.13 nn/utils/clip_grad.py:_get_total_norm,
+    _clip_grads_with_norm_). foreach: one kernel with a partial sum for every 65536 elements of the largest gradient, of each of them
+    (aten/src/ATen/native/cuda/ForeachReduceOp.cu:foreach_tensor_norm_cuda; to the byte on a virtual card)."""
+    norms = [_scalars(stream, 1) for _ in numels]
+    if foreach:
+        chunks = max((ceil_div(n, NORM_CHUNK) for n in numels), default=0)
+        stream.touch(len(numels) * chunks * SCALAR_BYTES, Category.TEMPORARIES, PARTIAL_SUMS)
+    stack, total = _scalars(stream, len(numels)), _scalars(stream, 1)
+    stream.free(stack, *norms)
+    stream.free(total, *[_scalars(stream, 1) for _ in range(3)])  # max_norm / (total + 1e-6): sum, reciprocal, product
+
+
+def _scalars(stream: Stream, count: int) -> int:
+    return stream.alloc(count * SCALAR_BYTES, Category.TEMPORARIES, "gradient norms")

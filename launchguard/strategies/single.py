@@ -39,7 +39,7 @@ class SingleEngine(Engine):
 
     def step(self) -> None:
         if self.job.max_grad_norm is not None:
-            clip_grad_norm(self.stream, len(self.trainable))
+            clip_grad_norm(self.stream, [self.trace.params[i].numel for i in self.trainable])
         assert self.optimizer is not None
         self.optimizer.step()
 
