@@ -3,8 +3,8 @@ it; the tracer asks which frozen parameters share FSDP1's flat parameter with tr
 
 Sources: torch 2.13 torch/distributed/fsdp/wrap.py (transformer_auto_wrap_policy, size_based_auto_wrap_policy),
 accelerate 1.15 utils/fsdp_utils.py:fsdp2_prepare_model (embedding and tail in groups of their own), peft 0.21 utils/other.py:
-fsdp_auto_wrap_policy, which the HF Trainer puts in place of the user's policy for a PeftModel (transformers 5.24 distributed/fsdp.py:
-update_fsdp_plugin_peft).
+fsdp_auto_wrap_policy, which the HF Trainer puts in place of the user's policy for a PeftModel under FSDP1 (transformers 5.24
+distributed/fsdp.py:update_fsdp_plugin_peft).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Unit:
 
 
 def peft_policy(job: JobSpec) -> bool:
-    """Whether the Trainer replaces the wrap policy by PEFT's."""
-    return job.lora is not None and job.loop in TRAINER_LOOPS
+    """Whether the Trainer replaces the wrap policy by PEFT's: it does where the model is prepared before the optimizer is made, which FSDP2
+    forbids (transformers 5.24 trainer.py:_prepare_for_training, delay_optimizer_creation)."""
+    return job.lora is not None and job.loop in TRAINER_LOOPS and (job.fsdp is None or job.fsdp.version == 1)
 
 
 def units_of(trace: StepTrace, fsdp: FsdpSpec, grouping: bool = False, peft: bool = False) -> list[Unit]:
@@ -66,10 +67,7 @@ def _wrapped_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
 
 
 def _peft_modules(trace: StepTrace, fsdp: FsdpSpec) -> list[int]:
-    """Layers, and on their own the leaf modules whose weight is trained, innermost first. Accelerate's FSDP2 knows only the policies of
-    torch and wraps no layer under another one (accelerate 1.15 fsdp_utils.py:fsdp2_prepare_auto_wrap_policy returns None)."""
-    if fsdp.version == 2:
-        return []
+    """Layers, and on their own the leaf modules whose weight is trained, innermost first."""
     parents = {m.parent for m in trace.modules}
     own = {p.module for p in trace.params if p.requires_grad and p.name.rpartition(".")[2] == "weight"}
     last = list(range(len(trace.modules)))  # the last module below each; modules come in the order of a walk from the root

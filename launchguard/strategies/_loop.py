@@ -20,11 +20,13 @@ MAX_MICRO_BATCHES = 3  # of one accumulation: the first, one like all in the mid
 
 class Engine(MicroBatchHooks):
     """One strategy on one rank: the hooks of a micro-batch plus what happens around it. Subclasses allocate on self.stream.
-    steps: optimizer steps until nothing new appears; batch_share: micro-batches that a loop holds on this device instead of one (0: none).
+    steps: optimizer steps until nothing new appears; batch_share: micro-batches that a loop holds on this device instead of one (0: none);
+    loss_outlives_step: the loss, and what goes with its graph, is alive while the optimizer steps.
     """
 
     steps = STEPS
     batch_share = 1
+    loss_outlives_step = False
 
     def __init__(self, job: JobSpec, trace: StepTrace, rank: int, device: DeviceProfile) -> None:
         self.job, self.trace, self.rank, self.device = job, trace, rank, device
@@ -177,7 +179,7 @@ def run_job(engine: Engine) -> Stream:
         stream.phase("resume")
         engine.resume()
     count = min(job.gradient_accumulation_steps, MAX_MICRO_BATCHES)
-    held: list[int] | None = [] if job.outputs_alive_in_backward else None
+    held: list[int] = []  # by the loop's variables, of the last micro-batch
     for n in range(1, engine.steps + 1):
         name = str(min(n, 2))  # phases "forward_1" ... of the first optimizer step, "forward_2" ... of all later ones
         feed.before_step()
@@ -185,11 +187,15 @@ def run_job(engine: Engine) -> Stream:
             feed.before_micro_batch()
             engine.begin_micro_batch(last=i == count - 1)
             (first if n == 1 and i == 0 else micro_batch).run(
-                stream, engine, (f"forward_{name}", f"backward_{name}"), inputs_held=feed.holds, held=held
-            )
+                stream, engine, (f"forward_{name}", f"backward_{name}"), inputs_held=feed.holds,
+                held=held if job.outputs_alive_in_backward or (engine.loss_outlives_step and i == count - 1) else None,
+            )  # fmt: skip
         stream.phase(f"step_{name}")
         engine.step()
         stream.phase("idle")
+        if not job.outputs_alive_in_backward:
+            stream.free(*held)
+            held.clear()
         engine.zero_grad()
         if n == BEFORE_EVALUATION:
             evaluate(engine)

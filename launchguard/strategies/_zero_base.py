@@ -62,6 +62,8 @@ class ZeroEngine(Engine):
         self.numel = [p.numel for p in trace.params]
         self.groups = parameter_groups(job, trace)
         self.offload = zero.offload_optimizer != "none"
+        # Accelerate steps inside accelerator.backward(loss) (accelerate 1.15 utils/deepspeed.py:DeepSpeedEngineWrapper.backward)
+        self.loss_outlives_step = job.loop in (*TRAINER_LOOPS, "accelerate")
         self.boundary = True  # does this micro-batch end a gradient accumulation?
         self.model: dict[int, int] = {}  # parameter -> handle of its whole copy on the device
         self.optimizers: list[OptimizerStates] = []

@@ -10,6 +10,7 @@ from launchguard.job import JobSpec, OptimizerSpec, SavingSpec
 from launchguard.profiles import DeviceProfile
 from launchguard.strategies._zero3_coordinator import AVAILABLE, Coordinator, Flight
 from launchguard.strategies._zero3_linear import keep_linear_inputs
+from launchguard.strategies._zero3_packed import PackedWeights
 from launchguard.strategies._zero_base import ALLGATHER_STREAM, NORM_BYTES, REDUCE_STREAM, ZeroEngine
 from launchguard.strategies.optimizer_step import OptimizerStates, SteppedTensor
 from launchguard.units import ceil_div, dtype_bytes
@@ -37,7 +38,12 @@ class ShardedEngine(ZeroEngine):
     # load and prepare ----------------------------------------------------------------------------------------------
     def load(self) -> None:
         """Under deepspeed.zero.Init a module's parameters are made on the device, cast, and partitioned when its __init__ ends."""
+        params = self.trace.params
         self.q = [ceil_div(n, self.world) for n in self.numel]
+        self.dtypes = [p.dtype for p in params]  # the engine's, but for adapters added to a model of zero.Init, and packed weights
+        self.bytes = [dtype_bytes(name) for name in self.dtypes]
+        self.trained = params[self.groups[0][0]].dtype  # stage3.py: self.dtype
+        self.added = {i for i, p in enumerate(params) if p.requires_grad and self.job.lora is not None}
         self.parts: dict[int, int] = {}
         self.secondary: dict[int, int] = {}
         self.persistent = [n <= self.zero.stage3_param_persistence_threshold for n in self.numel]
@@ -47,11 +53,11 @@ class ShardedEngine(ZeroEngine):
             self._load_partitioned()
 
     def _load_partitioned(self) -> None:
-        """Module by module; a tied parameter is made and partitioned once per owner, until the model ties them."""
+        """Module by module; a tied parameter is made and partitioned once per owner, until the model ties them. Adapters come later."""
         made = dtype_bytes(self.job.precision.load)
         owned: dict[int, list[int]] = {}
         for i, p in enumerate(self.trace.params):
-            for module in p.owners:
+            for module in p.owners if i not in self.added else ():
                 owned.setdefault(module, []).append(i)
         duplicates = []
         for module in sorted(owned):
@@ -81,21 +87,25 @@ class ShardedEngine(ZeroEngine):
         if not zero.zero_init:
             for i in range(len(self.numel)):
                 self._partition(i)
+        for i in sorted(self.added) if zero.zero_init else ():  # partition_parameters.py:_convert_to_zero_parameters
+            self.model[i] = self.stream.alloc(self.numel[i] * self.bytes[i], Category.PARAMETERS, "adapters")
+            self._partition(i)
         self.stream.alloc(0 if self.offload else 1, Category.TEMPORARIES, "overflow flag")  # inf_or_nan_tracker
         self.gathered: dict[int, int] = {}
         self.saved: dict[int, list[int]] = {}
         self.recomputing = False
+        self.packed = PackedWeights(self.job, self.trace)
         communicated = self.communication_dtypes()  # partition_parameters.py:get_allgather_dtype: only torch_autocast changes it
-        self.gather_dtype = communicated if zero.torch_autocast else dict.fromkeys(communicated, self.dtype)
+        self.gather_dtype = communicated if zero.torch_autocast else dict(enumerate(self.dtypes))
         self.gather_stream = ALLGATHER_STREAM if zero.overlap_comm else 0
         self.side = REDUCE_STREAM if zero.overlap_comm else 0
         self._make_modules()
         self._make_states()
         self._make_gradients()
         for i in self.params:  # create_reduce_and_remove_grad_hooks gathers each parameter once
-            gathered = self.stream.alloc(self._padded(i) * self.b, Category.PARAMETERS, "gathered parameters")
+            gathered = self.stream.alloc(self._padded(i) * self.bytes[i], Category.PARAMETERS, "gathered parameters")
             if self.offload_param:
-                self.stream.touch(self.q[i] * self.b, Category.COMMUNICATION, "all-gather")
+                self.stream.touch(self.q[i] * self.bytes[i], Category.COMMUNICATION, "all-gather")
             self.stream.free(gathered)
         self.mark_host("prepare", self._host_transient())
 
@@ -109,7 +119,7 @@ class ShardedEngine(ZeroEngine):
         into them afterwards."""
         if not self.offload_param:
             return {}
-        groups = [sum(self.q[i] for i in group) * self.b for group in self.groups]
+        groups = [sum(self.q[i] * self.bytes[i] for i in group) for group in self.groups]
         peak = sum(groups) + max(sum(groups[: k + 1]) + groups[k] for k in range(len(groups)))
         return {"parameter partitions while they are flattened": max(0, peak - sum(self.host.values()))}
 
@@ -129,12 +139,12 @@ class ShardedEngine(ZeroEngine):
         if k > 1:
             self._make_secondary(i)
         if not self.offload_param:  # small ones too: Init knows no persistence threshold before the engine marks them
-            self.parts[i] = stream.alloc(self.q[i] * self.b, Category.PARAMETERS, f"{self.word} partition")
+            self.parts[i] = stream.alloc(self.q[i] * self.bytes[i], Category.PARAMETERS, f"{self.word} partition")
         stream.free(self.model.pop(i))
 
     def _make_secondary(self, i: int) -> None:
         if i not in self.secondary:
-            nbytes = self.q[i] * self.world // self.zero.zero_hpz_partition_size * self.b
+            nbytes = self.q[i] * self.world // self.zero.zero_hpz_partition_size * self.bytes[i]
             self.secondary[i] = self.stream.alloc(nbytes, Category.PARAMETERS, "hpZ secondary partition")
 
     def _make_modules(self) -> None:
@@ -181,12 +191,13 @@ class ShardedEngine(ZeroEngine):
         self.subgroups = [s for group in self.groups for s in self._split(group)]
         self.sizes = [sum(self.q[i] for i in s) for s in self.subgroups]
         total = sum(self.sizes)
+        nbytes = total * dtype_bytes(self.trained)
         stream.free(*(self.parts.pop(i, 0) for i in self.params))
         if self.offload_param:
-            self.keep_host("parameter partition", self.pinned(total * self.b))
+            self.keep_host("parameter partition", self.pinned(nbytes))
         else:
             stream.empty_cache()
-            stream.alloc(total * self.b, Category.PARAMETERS, f"{self.word} partition")
+            stream.alloc(nbytes, Category.PARAMETERS, f"{self.word} partition")
         on_host = len(self.sizes) - int((1 - self.zero.offload_ratio) * len(self.sizes)) if self.offload else 0
         self.device_groups = range(len(self.sizes) - on_host)
         self.host_groups = range(len(self.sizes) - on_host, len(self.sizes))
@@ -221,7 +232,7 @@ class ShardedEngine(ZeroEngine):
         stream, converted = self.stream, 0
         for k in self.device_groups:
             nbytes = self.sizes[k] * self.master
-            if self.dtype != self.master_dtype:
+            if self.trained != self.master_dtype:
                 previous, converted = converted, stream.alloc(nbytes, Category.TEMPORARIES, "fp32 master partition")
                 stream.free(previous)
             stream.alloc(nbytes, Category.OPTIMIZER_STATES, "fp32 master partition")
@@ -253,14 +264,14 @@ class ShardedEngine(ZeroEngine):
         stream, multiple = self.stream, len(params) > 1
         if self.world == 1:
             for i in params:
-                nbytes = self.numel[i] * self.b if self.offload_param else 0
+                nbytes = self.numel[i] * self.bytes[i] if self.offload_param else 0
                 self.gathered[i] = stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
             return Flight(params, ())
         flats = []
         for dtype in sorted({self.gather_dtype[i] for i in params}):
             batch = [i for i in params if self.gather_dtype[i] == dtype]
             nbytes = sum(self._padded(i) for i in batch) * dtype_bytes(dtype)
-            if multiple or dtype != self.dtype:
+            if multiple or dtype != self.dtypes[batch[0]]:
                 flats.append(stream.alloc(nbytes, Category.COMMUNICATION, "all-gather", self.gather_stream))
             else:
                 self.gathered[params[0]] = stream.alloc(nbytes, Category.PARAMETERS, "gathered parameters", self.gather_stream)
@@ -269,7 +280,7 @@ class ShardedEngine(ZeroEngine):
 
     def _send(self, batch: Sequence[int], dtype: str) -> None:
         """What goes into a gather: partitions that lie on the host, or in another dtype, are copied first."""
-        if self.offload_param or dtype != self.dtype:
+        if self.offload_param or dtype != self.dtypes[batch[0]]:
             stream, n = self.stream, dtype_bytes(dtype)
             copies = [stream.alloc(self.q[i] * n, Category.COMMUNICATION, "all-gather", self.gather_stream) for i in batch]
             stream.free(*copies)
@@ -281,24 +292,24 @@ class ShardedEngine(ZeroEngine):
         stream = self.stream
         for i in flight.params if flight.flats else ():
             joined = 0
-            if self.gather_dtype[i] != self.dtype and len(flight.params) > 1:
+            if self.gather_dtype[i] != self.dtypes[i] and len(flight.params) > 1:
                 nbytes = self.numel[i] * dtype_bytes(self.gather_dtype[i])
                 joined = stream.alloc(nbytes, Category.COMMUNICATION, "all-gather", self.gather_stream)
-            self.gathered[i] = stream.alloc(self.numel[i] * self.b, Category.PARAMETERS, "gathered parameters", self.gather_stream)
+            self.gathered[i] = stream.alloc(self.numel[i] * self.bytes[i], Category.PARAMETERS, "gathered parameters", self.gather_stream)
             stream.free(joined)
 
     def land(self, flight: Flight) -> None:
         self.stream.free(*flight.flats)
 
     def release(self, param: int) -> None:
-        """free_param. What a non-reentrant checkpoint recomputes, it saves as detached tensors (torch/utils/checkpoint.py:pack_hook): they
-        keep the gathered storage until the parameter's own backward, whatever becomes of param.data."""
+        """free_param. What is recomputed may keep the gathered storage until the parameter's own backward, and a node of the graph to its
+        end, whatever becomes of param.data."""
         if self.zero.zero_hpz_partition_size > 1:
             self._make_secondary(param)
         handle = self.gathered.pop(param)
         if self.recomputing:
             self.saved.setdefault(param, []).append(handle)
-        else:
+        elif not self.packed.released(handle):
             self.stream.free(handle)
 
     def _forget_saved(self, params: Iterable[int]) -> None:
@@ -307,6 +318,16 @@ class ShardedEngine(ZeroEngine):
             self.stream.free(*self.saved.pop(param, ()))
 
     # micro-batch ---------------------------------------------------------------------------------------------------
+    def begin_micro_batch(self, last: bool) -> None:
+        super().begin_micro_batch(last)
+        self.stream.free(*self.packed.begin_micro_batch())
+
+    def backward_begin(self) -> None:
+        self.stream.free(*self.packed.begin_backward())
+
+    def zero_grad(self) -> None:
+        self.stream.free(*self.packed.end_step())
+
     def forward_begin(self) -> None:
         self.coordinator.reset_step()
 
@@ -316,7 +337,8 @@ class ShardedEngine(ZeroEngine):
 
     def exit(self, module: int, recompute: bool) -> None:
         if self.hooked[module]:
-            self.recomputing = recompute and not self.job.activation_checkpointing.use_reentrant
+            self.packed.ran(module, self.gathered)
+            self.recomputing = recompute and self.packed.kept_to_backward(module)
             self.coordinator.release(module, True)
             self.recomputing = False
 
@@ -396,7 +418,7 @@ class ShardedEngine(ZeroEngine):
         stream, comm = self.stream, dtype_bytes(bucket.dtype)
         params = sorted(p for p, _ in bucket.grads)
         casts = []
-        if bucket.dtype != self.dtype:
+        if bucket.dtype != self.trained:
             casts = [stream.alloc(self.numel[p] * comm, Category.COMMUNICATION, "reduce copy", self.side)
                      for p, own in bucket.grads if own]  # fmt: skip
         flat = 0
@@ -445,7 +467,7 @@ class ShardedEngine(ZeroEngine):
     # step ----------------------------------------------------------------------------------------------------------
     def step(self) -> None:
         self.coordinator.release_all()
-        if self.dtype == "float16" and not self.offload:
+        if self.trained == "float16" and not self.offload:
             self._check_overflow()
         if not self.offload:
             for s in self.subgroups:
@@ -509,11 +531,11 @@ class ShardedEngine(ZeroEngine):
             self.stream.free(self.gathered.pop(i))
 
     def _whole(self, params: Sequence[int]) -> list[int]:
-        return [self.stream.alloc(self._padded(i) * self.b, Category.COMMUNICATION, "gathered state dict") for i in params]
+        return [self.stream.alloc(self._padded(i) * self.bytes[i], Category.COMMUNICATION, "gathered state dict") for i in params]
 
     def synced_tensors(self) -> list[int]:
         """GatheredParameters of one parameter after the other (trl 1.16 generation/vllm_generation.py)."""
-        return [self._padded(i) * self.b for i in range(len(self.trace.params))]
+        return [self._padded(i) * self.bytes[i] for i in range(len(self.trace.params))]
 
     def _params_by_module(self) -> list[list[int]]:
         own: dict[int, list[int]] = {}
@@ -527,8 +549,8 @@ class ShardedEngine(ZeroEngine):
         for i, persistent in enumerate(self.persistent):
             if persistent:
                 if self.offload_param:
-                    offloaded.append(stream.alloc(self.q[i] * self.b, Category.COMMUNICATION, "all-gather"))
-                self.gathered[i] = stream.alloc(self._padded(i) * self.b, Category.PARAMETERS, "persistent parameters")
+                    offloaded.append(stream.alloc(self.q[i] * self.bytes[i], Category.COMMUNICATION, "all-gather"))
+                self.gathered[i] = stream.alloc(self._padded(i) * self.bytes[i], Category.PARAMETERS, "persistent parameters")
                 self.coordinator.status[i] = AVAILABLE
         stream.free(*offloaded)
         for i in [i for i in self.secondary if self.trace.params[i].requires_grad]:

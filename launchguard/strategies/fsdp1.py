@@ -55,6 +55,8 @@ class Fsdp1Engine(Engine):
         self.spec = job.fsdp or FsdpSpec(version=1)
         self.replicated = self.spec.sharding_strategy == "NO_SHARD" or job.world_size == 1  # FSDP1 turns a world of one into NO_SHARD
         self.shards = self.spec.shard_group_size or job.world_size
+        self.packed = job.quantization is not None and job.quantization.method in ("nf4", "fp4")
+        self.loaded: dict[int, int] = {}  # whole on the device before it is wrapped
         self.differentiated = {e.a for e in trace.events if e.op is TraceOp.GRAD}
         self.differentiable = {e.a for e in trace.events if e.op is TraceOp.BACKWARD_ENTER}
         self.handed_over: Handle | None = None  # a frozen unit that is resharded behind the pre-backward of the unit before it
@@ -113,18 +115,34 @@ class Fsdp1Engine(Engine):
         return offsets, round_up(total, self.shards) if self.spec.use_orig_params else total
 
     # wrap --------------------------------------------------------------------------------------------------------------
+    def load(self) -> None:
+        """Under FSDP the model is loaded on the CPU and moved unit by unit; one in 4 bits is on the device from the start, as bitsandbytes
+        quantises there."""
+        if self.packed:
+            self.alloc_buffers()
+            for h in self.handles:
+                for i in h.unit.params:
+                    nbytes = self.stored_bytes(i, self._loaded_dtype(h))
+                    self.loaded[i] = self.stream.alloc(nbytes, Category.PARAMETERS, "unit before sharding")
+
+    def _loaded_dtype(self, h: Handle) -> str:
+        """Of the parameters of a unit before Accelerate upcasts them: a unit of adapters alone has the float32 that PEFT made them in."""
+        lora, params = self.job.lora, self.trace.params
+        adapters = lora is not None and lora.autocast_adapter_dtype and all(params[i].requires_grad for i in h.unit.params)
+        return "float32" if adapters else self.job.precision.load
+
     def prepare(self) -> None:
         """Wrap bottom-up (_init_utils.py:_init_param_handle_from_module): move, broadcast, flatten, shard; then Accelerate upcasts the
         trainable flat parameters, the root's first (accelerate 1.15 accelerator.py:prepare_model)."""
-        load, root = self.job.precision.load, self.handles[-1]
+        root = self.handles[-1]
         for h in self.handles:
-            if h is root:
+            if h is root and not self.packed:
                 self.alloc_buffers()
-            h.flat_param = self._wrap(h, load)
+            h.flat_param = self._wrap(h, self._loaded_dtype(h))
             if self.spec.offload_params:
                 self.stream.free(h.flat_param)
         for h in [root, *self.handles[:-1]]:
-            if load != h.stored and not self.spec.offload_params:
+            if self._loaded_dtype(h) != h.stored and not self.spec.offload_params:
                 upcast = self.stream.alloc(h.shard * dtype_bytes(h.stored), Category.PARAMETERS, "sharded parameters")
                 if self.spec.use_orig_params:  # the original parameters look into the old one until the unit is resharded
                     h.viewed = h.flat_param
@@ -136,7 +154,8 @@ class Fsdp1Engine(Engine):
     def _wrap(self, h: Handle, load: str) -> int:
         """One unit on the device, flattened and sharded; what is left of it. Buffers are broadcast with the root's parameters."""
         sizes = [self.stored_bytes(i, load) for i in h.unit.params]
-        own = [self.stream.alloc(n, Category.PARAMETERS, "unit before sharding") for n in sizes]
+        own = [self.loaded[i] for i in h.unit.params if i in self.loaded]
+        own = own or [self.stream.alloc(n, Category.PARAMETERS, "unit before sharding") for n in sizes]
         if self.spec.sync_module_states:
             buffers = self.trace.buffer_bytes if h is self.handles[-1] and load == "float32" else ()
             broadcast_coalesced(self.stream, [*buffers, *sizes])
@@ -391,17 +410,21 @@ class Fsdp1Engine(Engine):
         _full_post_state_dict_hook). save_pretrained of a wrapped model leaves the root's own parameters out: an upper bound."""
         if self.replicated or where == "sharded":
             return
+        if where == "device":
+            self._clone_units()
+        else:
+            for h in self.handles:
+                self.stream.free(self._whole(h))
+
+    def _clone_units(self) -> None:
         clones: list[int] = []
         *units, root = self.handles
-        whole = self._whole(root) if where == "device" else 0
-        for h in units if where == "device" else self.handles:
+        whole = self._whole(root)
+        for h in units:
             unsharded = self._whole(h)
-            if where == "device":
-                clones += self._clones(h)
+            clones += self._clones(h)
             self.stream.free(unsharded)
-        if where == "device":
-            clones += self._clones(root)
-        self.stream.free(whole, *clones)
+        self.stream.free(whole, *clones, *self._clones(root))
 
     def whole_model(self) -> list[int]:
         """summon_full_params: every unit in full precision."""

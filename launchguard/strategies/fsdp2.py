@@ -55,6 +55,9 @@ class Fsdp2Engine(Engine):
         k = self.spec.reshard_after_forward
         self.reshard = bool(k) and (k is True or k != 1)  # _fsdp_init.py:_get_post_forward_mesh_info
         self.parts = k if self.reshard and k is not True and k != self.shards else 0
+        self.packed = job.quantization is not None and job.quantization.method in ("nf4", "fp4")
+        self.ram_efficient = self.spec.cpu_ram_efficient_loading and not self.packed  # fsdp2_prepare_model: model_has_params4bit
+        self.loaded: dict[int, int] = {}  # whole on the device before fully_shard
         self.replicated = frozenset(self._replicated())
         units = [self._sharded(u) for u in units_of(trace, self.spec, grouping=self.spec.accelerate_grouping, peft=peft_policy(job))]
         self.groups = [Group(u, self) for u in units]
@@ -68,14 +71,18 @@ class Fsdp2Engine(Engine):
 
     # load and wrap -----------------------------------------------------------------------------------------------------
     def load(self) -> None:
-        """Under FSDP the model is loaded on the CPU (or meta) and moved unit by unit; what is not sharded is whole from the start."""
+        """Under FSDP the model is loaded on the CPU (or meta) and moved unit by unit; one in 4 bits is on the device from the start, as
+        bitsandbytes quantises there."""
         for i in sorted(self.replicated):
             self.stream.alloc(self.stored_bytes(i), Category.PARAMETERS, "parameters (not sharded)")
+        if self.packed:
+            self.alloc_buffers()
+            for i in [i for g in self.groups for i in g.unit.params]:
+                self.loaded[i] = self.stream.alloc(self.stored_bytes(i, self.stored_dtype(i)), Category.PARAMETERS, "unit before sharding")
 
     def _replicated(self) -> list[int]:
         """4-bit weights in an integer storage dtype are kept out of fully_shard (accelerate 1.15 fsdp_utils.py:fsdp2_prepare_model)."""
-        integer = self.job.quantization is not None and self.job.quantization.method in ("nf4", "fp4")
-        return [i for i, p in enumerate(self.trace.params) if integer and p.dtype == "uint8"]
+        return [i for i, p in enumerate(self.trace.params) if self.packed and p.dtype == "uint8"]
 
     def _sharded(self, unit: Unit) -> Unit:
         return dataclasses.replace(unit, params=tuple(i for i in unit.params if i not in self.replicated))
@@ -85,28 +92,29 @@ class Fsdp2Engine(Engine):
         (_fsdp_param.py:_init_sharded_param)."""
         held: list[int] = []
         for g in self.groups:
-            if g.unit.is_root:
+            if g.unit.is_root and not self.packed:
                 self.alloc_buffers()
             held += self._wrap(g)
-        if not self.groups[-1].unit.is_root:
+        if not self.groups[-1].unit.is_root and not self.packed:
             self.alloc_buffers()
         self.stream.free(*held)
-        if self.spec.cpu_ram_efficient_loading:
+        if self.ram_efficient:
             self._load_full_state_dict()
         self.optimizer = OptimizerStates(self.stream, self.job.optimizer, self._parameter_groups(), on_device=not self.spec.offload_params)
 
     def _wrap(self, g: Group) -> list[int]:
         """Shard one group; returns the full parameters that outlive it: fsdp2_prepare_model's locals hold the weights of embedding and
-        head (input_weight, output_weight) and the last parameter (param, the variable of its loops)."""
-        full: dict[int, int] = {}
-        if not self.spec.cpu_ram_efficient_loading:
+        head (input_weight, output_weight), the last parameter (param, the variable of its loops), and what was on the device before
+        (original_sd)."""
+        full: dict[int, int] = {i: self.loaded[i] for i in g.unit.params if i in self.loaded}
+        if not (self.ram_efficient or full):
             for i in g.unit.params:
                 full[i] = self.stream.alloc(self.stored_bytes(i, self.stored_dtype(i)), Category.PARAMETERS, "unit before sharding")
         for i in g.unit.params:
-            if not (self.spec.offload_params and self.spec.cpu_ram_efficient_loading):
+            if not (self.spec.offload_params and self.ram_efficient):
                 shard = self.stream.alloc(g.stored_bytes[i], Category.PARAMETERS, "sharded parameters")
                 self.stream.free(shard if self.spec.offload_params else 0)
-        outlive = self._in_locals() if self.spec.accelerate_grouping else frozenset()
+        outlive = self._in_locals() | self.loaded.keys() if self.spec.accelerate_grouping else frozenset()
         self.stream.free(*[h for i, h in full.items() if i not in outlive])
         return [h for i, h in full.items() if i in outlive]
 

@@ -221,9 +221,9 @@ def _wrap_checkpoints(model: torch.nn.Module, classes: list[str], reentrant: boo
 
 
 # ------------------------------------------------------------------------------------------------ placing
-def place(model: torch.nn.Module, compute: str | None) -> None:
-    """Replace parameters and buffers by empty ones on the simulated device; floating parameters in the compute dtype if one is given.
-    Call inside the fake mode. Tied parameters stay tied."""
+def place(model: torch.nn.Module, compute: str | None, cast_trained: bool = True) -> None:
+    """Replace parameters and buffers by empty ones on the simulated device; floating parameters, or the frozen ones of them, in the compute
+    dtype if one is given. Call inside the fake mode. Tied parameters stay tied."""
     memo: dict[int, torch.nn.Parameter] = {}
     cast = None if compute is None else getattr(torch, compute)
     for module in model.modules():
@@ -231,7 +231,7 @@ def place(model: torch.nn.Module, compute: str | None) -> None:
             if p is None:
                 continue
             if id(p) not in memo:
-                memo[id(p)] = _placed(p, cast)
+                memo[id(p)] = _placed(p, None if p.requires_grad and not cast_trained else cast)
             module._parameters[name] = memo[id(p)]
         for name, b in list(module._buffers.items()):
             if b is not None:

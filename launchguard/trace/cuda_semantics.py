@@ -100,6 +100,7 @@ class Semantics:
         torch.nn.functional.softmax = self._half_to_float(torch.nn.functional.softmax, aten._softmax)
         torch.nn.functional.log_softmax = self._half_to_float(torch.nn.functional.log_softmax, aten._log_softmax)
         torch.clear_autocast_cache = self._clear_autocast_cache(torch.clear_autocast_cache)
+        torch.is_autocast_enabled = _of_the_card(torch.is_autocast_enabled)
         torch.Tensor.__getitem__ = _tensor_indices(torch.Tensor.__getitem__)
         torch.Tensor.all = torch.all = _all_true(torch.Tensor.all)
 
@@ -323,6 +324,16 @@ def _tensor_indices(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, index)
 
     return getitem
+
+
+def _of_the_card(original: Callable[..., bool]) -> Callable[..., bool]:
+    """torch.is_autocast_enabled() without a device asks about CUDA (torch 2.13 csrc/autograd/init.cpp), as PEFT's layers of bitsandbytes
+    do before they cast an adapter's input."""
+
+    def is_autocast_enabled(device: str = "cuda") -> bool:
+        return original(DEVICE if device == "cuda" else device)
+
+    return is_autocast_enabled
 
 
 def _all_true(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ class TraceRequest:
     fused_lm_head: TRL's SFTTrainer computes log-probabilities in chunks instead of logits (trl 1.16 trainer/sft_trainer.py);
     first: None, or for a first micro-batch that differs the dtype to which adapters' inputs are cast in it;
     zero3_linear: linear layers are DeepSpeed's, which differ within autocast (trace/zero3_linear.py);
+    adapters_stay: the cast to the compute dtype leaves what is trained alone;
     evaluation: None for a training step, "loss" or "predictions" for a batch of evaluation and what it is run for.
     """
 
@@ -62,6 +63,7 @@ class TraceRequest:
     evaluation: str | None = None
     flat: dict[str, Any] | None = None
     zero3_linear: bool = False
+    adapters_stay: bool = False
     first: str | None = None
     source_hash: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -102,6 +104,7 @@ def request_of(job: JobSpec, device: DeviceProfile) -> TraceRequest:
         fused_lm_head=job.loop == "sft" and job.model.config is not None and _trl_fuses(),
         flat=_flat(job),
         zero3_linear=job.zero is not None and job.zero.stage == 3 and job.precision.autocast is not None,
+        adapters_stay=adapters_stay(job),
         source_hash=_factory_hash(factory, job.model.python_path) if factory else "",
         versions={**versions(LIBRARIES), **job.versions},
     )
@@ -117,6 +120,13 @@ def requests_of(job: JobSpec, device: DeviceProfile) -> list[TraceRequest]:
     if seen_first(job) is not None:
         requests.append(dataclasses.replace(step, first=seen_first(job)))
     return requests
+
+
+def adapters_stay(job: JobSpec) -> bool:
+    """Do adapters keep the float32 that PEFT made them in? DeepSpeed casts a module's parameters unless zero.Init has made some of them;
+    those that PEFT adds afterwards are then partitioned as they are (deepspeed 0.19.8 engine.py:_cast_module_mixed_precision)."""
+    zero = job.zero
+    return job.lora is not None and job.lora.autocast_adapter_dtype and zero is not None and zero.stage == 3 and zero.zero_init
 
 
 def seen_first(job: JobSpec) -> str | None:

@@ -88,7 +88,7 @@ def run(request: TraceRequest, progress: Callable[[str], None]) -> Any:
         model.eval()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        build_model.place(model, request.compute)
+        build_model.place(model, request.compute, cast_trained=not request.adapters_stay)
     built = time.perf_counter()
     facts = _facts(model, request)
     if request.flat is not None:

@@ -432,10 +432,6 @@ def _accelerate(case: dict[str, Any], model: Any, mesh: Any, policy: dict[str, A
         transformer_cls_names_to_wrap=[layer], mixed_precision_policy=policy.get("mp_policy"),
         cpu_ram_efficient_loading=False,
     )  # fmt: skip
-    if case["wrap"] == "peft":
-        from peft.utils.other import fsdp_auto_wrap_policy
-
-        plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     names = types.SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names)
     accelerator = types.SimpleNamespace(
         state=types.SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=mesh, parallelism_config=names, is_main_process=False,

@@ -19,10 +19,10 @@ CASES: list[dict[str, Any]] = [
     dict(world=3, rank=2, **BF16),
     dict(model="llama", **BF16),
     dict(model="llama", tied=True, checkpoint="wrapper", **BF16),
-    dict(lora=True, freeze="lora", wrap="peft", **BF16),
-    dict(lora=True, freeze="lora", wrap="peft", gas=2, **BF16),
-    dict(lora=True, freeze="lora", wrap="peft", tied=True, **BF16),
-    dict(lora=True, freeze="lora", wrap="peft", tied=True, gas=2, **BF16),
+    dict(lora=True, freeze="lora", **BF16),
+    dict(lora=True, freeze="lora", gas=2, **BF16),
+    dict(lora=True, freeze="lora", tied=True, **BF16),
+    dict(lora=True, freeze="lora", tied=True, gas=2, **BF16),
 ]
 
 
