@@ -1,0 +1,37 @@
+"""What is on the card after set-up: the real Trainer with DDP, FSDP and DeepSpeed on a virtual card against the prediction.
+
+What a Trainer does before the wrapping call is `load` on one side and `prepare` on the other; their higher peak is compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import SCRIPTS, Rehearsed
+
+ALLOCATED, SCALARS = 0.001, 16 * 1024
+CASES = {
+    "ddp": (("torchrun", "--nproc_per_node", "2"), ()),
+    "fsdp1": (("accelerate", "launch", "--config_file", "fsdp1.yaml"), ()),
+    "fsdp2": (("accelerate", "launch", "--config_file", "fsdp2.yaml"), ()),
+    "zero2": (("deepspeed", "--num_gpus", "2"), ("--deepspeed", "zero2.json")),
+    "zero3": (("deepspeed", "--num_gpus", "2"), ("--deepspeed", "zero3_small.json")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_set_up(rehearse: Callable[..., Rehearsed], name: str, tmp_path: Path) -> None:
+    launcher, options = CASES[name]
+    zero2 = json.loads((SCRIPTS / "zero3_small.json").read_text())
+    zero2["zero_optimization"] = {"stage": 2, "reduce_bucket_size": 100000}
+    (tmp_path / "zero2.json").write_text(json.dumps(zero2))
+    options = tuple(str(tmp_path / o) if o == "zero2.json" else o for o in options)
+    command = [*launcher, "full_trainer.py", *options, "--bf16", "--per_device_train_batch_size", "2", "--output_dir", "out"]
+    run = rehearse("--device", "a100-80-sxm", "--random-weights", "--ranks", "0", "--", *command)
+    assert run.code == 0, run.out + run.err
+    check = rehearse("--device", "a100-80-sxm", "--seq-len", "1024", "--", *command, verb="check")
+    assert check.code == 0, check.out + check.err
+    ours, real = (max(side.phases()[p]["allocated_bytes"] for p in ("load", "prepare") if p in side.phases()) for side in (check, run))
+    assert abs(ours - real) <= max(ALLOCATED * real, SCALARS), (ours, real)
