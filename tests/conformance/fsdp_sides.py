@@ -62,7 +62,7 @@ def _sharded_job(case: dict[str, Any]) -> JobSpec:
         version=int(case["kind"][-1]), sharding_strategy=case["strategy"], reshard_after_forward=case["reshard"],
         wrap_policy=WRAP[case["wrap"]], min_num_params=5000, use_orig_params=case["orig"], backward_prefetch=case["prefetch"],
         forward_prefetch=case["forward_prefetch"], offload_params=case["offload"], sync_module_states=case["sync_states"],
-        accelerate_grouping=case["grouping"], sync_each_batch=case["sync"],
+        accelerate_grouping=case["grouping"], sync_each_batch=case["sync"], limit_all_gathers=case["limit"],
         shard_group_size=case["world"] // case["replicate"] if split else None,
     )  # fmt: skip
     precision = Precision(

@@ -31,7 +31,7 @@ CASE: dict[str, Any] = dict(
     kind="fsdp2", model="tiny", storage="float32", compute="float32", reduce="float32", world=2, rank=0, reshard=True, gas=1, sync=False,
     replicate=1, tied=False, freeze="", checkpoint="", grouping=False, offload=False, strategy="FULL_SHARD", orig=False, prefetch=None,
     forward_prefetch=False, wrap="layers", load="", clip=False, sync_states=False, lora=False, targets=("up", "down"),
-    width=37, vocabulary=203, hidden=36, quant="",
+    width=37, vocabulary=203, hidden=36, quant="", limit=True,
 )  # fmt: skip
 
 
@@ -460,7 +460,7 @@ def wrap_fsdp1(case: dict[str, Any], model: Any, mesh: Any) -> Any:
         sharding_strategy=ShardingStrategy[case["strategy"]], use_orig_params=case["orig"], device_id=torch.device(DEVICE, 0),
         backward_prefetch=BackwardPrefetch[case["prefetch"]] if case["prefetch"] else None, forward_prefetch=case["forward_prefetch"],
         cpu_offload=CPUOffload(case["offload"]), device_mesh=mesh if case["replicate"] > 1 else None,
-        sync_module_states=case["sync_states"],
+        sync_module_states=case["sync_states"], limit_all_gathers=case["limit"],
     )  # fmt: skip
     if case["checkpoint"] == "wrapper":
         checkpoint_layers(wrapped, case)

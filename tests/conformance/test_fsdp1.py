@@ -3,6 +3,7 @@
 The plain module's events come from launchguard's own trace, taken where FSDP runs (fsdp_worker.py says which of its CUDA
 corrections are off there, and why). The bytes are those that are requested: no allocator rounds them. CPU offload cannot be compared
 here: FSDP1 moves flat parameters through `.data`, and a fake tensor cannot change its device that way.
+limit_all_gathers only makes the host wait: it changes no byte.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ CASES: list[dict[str, Any]] = [
     dict(checkpoint="reentrant", **BF16),
     dict(checkpoint="wrapper", orig=True, **BF16),
     dict(model="llama", orig=True, **BF16),
+    dict(limit=False, **BF16),
+    dict(limit=False, orig=True, prefetch="BACKWARD_PRE", forward_prefetch=True),
+    dict(prefetch="BACKWARD_POST", orig=True, gas=2, **BF16),
+    dict(strategy="HYBRID_SHARD", world=4, replicate=2, orig=True, gas=2, **BF16),
+    dict(strategy="_HYBRID_SHARD_ZERO2", world=4, replicate=2),
+    dict(wrap="size", orig=True),
+    dict(wrap="none", gas=2, **BF16),
 ]
 
 

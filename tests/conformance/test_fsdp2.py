@@ -53,6 +53,13 @@ CASES: list[dict[str, Any]] = [
     dict(checkpoint="wrapper", reshard=False),
     dict(offload=True, **BF16),
     dict(offload=True, gas=2),
+    dict(offload=True, **PURE),
+    dict(offload=True, lora=True, freeze="lora", **BF16),
+    dict(world=4, replicate=2, **PURE),
+    dict(world=4, replicate=2, reshard=False, **BF16),
+    dict(world=3, rank=2, gas=2, **BF16),
+    dict(reshard=2, world=4, gas=2, **BF16),
+    dict(tied=True, gas=2, **PURE),
     dict(model="llama", **BF16),
     dict(model="llama", checkpoint="model"),
 ]
