@@ -151,8 +151,12 @@ class ScriptSource:
         return None
 
     def model_call(self) -> Call | None:
-        """The call that loads the model."""
-        return next((call for call in self.calls if call.name == "from_pretrained" and "Model" in call.owner), None)
+        """The call that loads the model, or makes it."""
+        for name in ("from_pretrained", "from_config"):
+            found = next((call for call in self.calls if call.name == name and "Model" in call.owner), None)
+            if found is not None:
+                return found
+        return None
 
     def trainer_call(self) -> Call | None:
         """The call that makes the Trainer."""
