@@ -361,6 +361,7 @@ class JobSpec:
     seq_len: int = 1024
     max_grad_norm: float | None = None
     outputs_alive_in_backward: bool = False
+    outputs_deleted: bool = False  # by the loop, behind backward; else they live until the next forward has made new ones
     zero_grad_set_to_none: bool = True
     precision: Precision = Precision()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()

@@ -180,6 +180,7 @@ def run_job(engine: Engine) -> Stream:
         engine.resume()
     count = min(job.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     held: list[int] = []  # by the loop's variables, of the last micro-batch
+    keeps_outputs = job.outputs_alive_in_backward and not job.outputs_deleted
     for n in range(1, engine.steps + 1):
         name = str(min(n, 2))  # phases "forward_1" ... of the first optimizer step, "forward_2" ... of all later ones
         feed.before_step()
@@ -188,12 +189,12 @@ def run_job(engine: Engine) -> Stream:
             engine.begin_micro_batch(last=i == count - 1)
             (first if n == 1 and i == 0 else micro_batch).run(
                 stream, engine, (f"forward_{name}", f"backward_{name}"), inputs_held=feed.holds,
-                held=held if job.outputs_alive_in_backward or (engine.loss_outlives_step and i == count - 1) else None,
+                held=held if keeps_outputs or (engine.loss_outlives_step and i == count - 1) else None,
             )  # fmt: skip
         stream.phase(f"step_{name}")
         engine.step()
         stream.phase("idle")
-        if not job.outputs_alive_in_backward:
+        if not keeps_outputs:
             stream.free(*held)
             held.clear()
         engine.zero_grad()

@@ -95,6 +95,7 @@ def _a6000_job(row: dict[str, Any]) -> JobSpec:
         micro_batch_size=1,
         seq_len=2048,
         outputs_alive_in_backward=True,
+        outputs_deleted=True,
         zero_grad_set_to_none=False,
         precision=Precision(dtype, dtype, dtype, autocast="bfloat16" if amp else None),
         activation_checkpointing=ActivationCheckpointing(row["checkpointing"]),

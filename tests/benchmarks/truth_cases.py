@@ -88,6 +88,7 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
         seq_len=case["seq_len"] or 1,
         max_grad_norm=_clip(case, loop),
         outputs_alive_in_backward=case["stack"] in KEEPS_OUTPUTS or is_litgpt(case),
+        outputs_deleted=case["stack"] == "fsdp_qlora script",  # train.py: output = None, loss = None
         zero_grad_set_to_none=(case.get("inputs") or {}).get("script", {}).get("torch", {}).get("set_to_none", not _before_torch_2(case)),
         precision=precision,
         activation_checkpointing=_checkpointing(case),
