@@ -38,7 +38,7 @@ def test_set_up(rehearse: Callable[..., Rehearsed], name: str, tmp_path: Path) -
 
 
 def test_fsdp1_offloaded_to_the_host(rehearse: Callable[..., Rehearsed], tmp_path: Path) -> None:
-    """Phase by phase: a fake device cannot take FSDP1's flat parameters to the host (tests/conformance/test_fsdp1.py), a virtual card can."""
+    """Phase by phase: a fake device cannot take flat parameters to the host (tests/conformance/test_fsdp1.py), a virtual card can."""
     config = (SCRIPTS / "fsdp1.yaml").read_text().replace("fsdp_config:\n", "fsdp_config:\n  fsdp_offload_params: true\n")
     (tmp_path / "offload.yaml").write_text(config)
     command = ["accelerate", "launch", "--config_file", str(tmp_path / "offload.yaml"), "full_trainer.py",
