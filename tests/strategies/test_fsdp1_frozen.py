@@ -20,7 +20,7 @@ LAYERS, BATCH, SEQ, HIDDEN = 16, 2, 256, 64
 def test_inputs_and_gradients_of_frozen_units(make_job: Callable[..., JobSpec], reentrant: bool, version: str, kept: int) -> None:
     def peak(**versions: str) -> int:
         job = make_job(
-            ranks=2, loop="trainer", strategy="fsdp1", config={"num_hidden_layers": LAYERS, "vocab_size": 16},
+            ranks=2, loop="trainer", strategy="fsdp1", config={"num_hidden_layers": LAYERS, "vocab_size": 16, "num_key_value_heads": 4},
             micro_batch_size=BATCH, seq_len=SEQ,
             precision=Precision("bfloat16", "float32", "bfloat16", reduce="bfloat16"), lora=LoraSpec(r=4, target_modules=("q_proj",)),
             fsdp=FsdpSpec(version=1, wrap_policy="TRANSFORMER_BASED_WRAP", wrap_classes=("LlamaDecoderLayer",)),
