@@ -12,6 +12,7 @@ from launchguard.errors import InputError
 
 _ENUMS = {"lr_scheduler_type": "SchedulerType", "eval_strategy": "IntervalStrategy", "logging_strategy": "IntervalStrategy",
           "save_strategy": "SaveStrategy", "hub_strategy": "HubStrategy", "optim": "OptimizerNames"}  # fmt: skip
+_OF_PARSERS = {"config", "args_file", "local_rank"}  # TrlParser's own, HfArgumentParser's, and what the deepspeed launcher adds
 _PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig")
 _RENAMED = {"evaluation_strategy": "eval_strategy", "per_gpu_train_batch_size": "per_device_train_batch_size", "no_cuda": "use_cpu",
             "tokenizer": "processing_class", "max_seq_length": "max_length of SFTConfig", "group_by_length": "train_sampling_strategy",
@@ -77,7 +78,7 @@ def unknown_arguments(sources: Sources) -> None:
     parsed = source.first(*script_source.ARGUMENT_PARSERS)
     if parsed is not None and sources.args.fields and "return_remaining_strings" not in parsed.names and not source.foreign():
         classes = (*_PLAIN, "ModelConfig", "ScriptArguments")
-        taken = frozenset().union(*(dataclass_fields(name) for name in classes)) | source.declared
+        taken = frozenset().union(*(dataclass_fields(name) for name in classes)) | source.declared | _OF_PARSERS
         for name, setting in sources.args.given.items():
             if setting.origin.source == "command line" and setting.origin.key.startswith("--") and name not in taken:
                 found.setdefault(name, ("the script's parser", str(setting.origin)))

@@ -83,7 +83,8 @@ def _devices(launch: LaunchSpec, gpus_per_node: int | None) -> tuple[Note, ...]:
 def _idle(launch: LaunchSpec, gpus: int | None) -> tuple[Note, ...]:
     """One process where the launcher could start one for each GPU: its YAML or default says so, and the other GPUs stay idle."""
     on_cpu = launch.arguments.get("cpu")
-    if launch.launcher == "python" or launch.world_size > 1 or gpus is None or gpus < 2 or (on_cpu is not None and on_cpu.value):
+    told = any(note.code == "LG206" for note in launch.notes) or (on_cpu is not None and on_cpu.value)
+    if launch.launcher == "python" or launch.world_size > 1 or gpus is None or gpus < 2 or told:
         return ()
     severity = "info" if launch.world_size_origin.source == "command line" else "warning"
     message = f"one process on a node of {gpus} GPUs: the others stay idle, and nothing is shared or sharded"

@@ -111,12 +111,14 @@ def test_groups_of_completions(work, codes, config: str, text: str) -> None:
         ("Trainer(model=None, args=TrainingArguments(output_dir='o', eval_strategy='no'), processing_class=t)", "", ""),
         ("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()", "--warmup_ratio 0.1", "warmup_ratio"),
         ("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()", "--warmup_steps 0.1", ""),
+        ("TrlParser(SFTConfig).parse_args_and_config()", "--config c.yaml", ""),
         ("import own\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()", "--warmup_ratio 0.1", ""),
         ("HfArgumentParser(T).parse_args_into_dataclasses(return_remaining_strings=True)", "--warmup_ratio 0.1", ""),
     ],
 )
 def test_arguments_that_the_installed_libraries_do_not_have(work, script: str, arguments: str, named: str) -> None:
     work.write("t.py", f"from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n{script}\n")
+    work.write("c.yaml", "seed: 1\n")
     line = f"torchrun --nproc_per_node 2 t.py --output_dir o --max_length 8 {arguments}"
     found = [note for note in work.resolve(line, {"model": "m"}).notes if note.code == "LG262"]
     names = [note.message.split(" has no argument ")[1].split()[0] for note in found]
