@@ -285,6 +285,11 @@ class QuantizationSpec:
     trl_casts: bool = False
     quant_storage: str = "uint8"
 
+    @property
+    def four_bit(self) -> bool:
+        """bitsandbytes' packed weights (Params4bit)."""
+        return self.method in ("nf4", "fp4")
+
 
 @dataclass(frozen=True)
 class EvaluationSpec:

@@ -55,7 +55,7 @@ class Fsdp1Engine(Engine):
         self.spec = job.fsdp or FsdpSpec(version=1)
         self.replicated = self.spec.sharding_strategy == "NO_SHARD" or job.world_size == 1  # FSDP1 turns a world of one into NO_SHARD
         self.shards = self.spec.shard_group_size or job.world_size
-        self.packed = job.quantization is not None and job.quantization.method in ("nf4", "fp4")
+        self.packed = job.quantization is not None and job.quantization.four_bit
         self.loaded: dict[int, int] = {}  # whole on the device before it is wrapped
         self.differentiated = {e.a for e in trace.events if e.op is TraceOp.GRAD}
         self.differentiable = {e.a for e in trace.events if e.op is TraceOp.BACKWARD_ENTER}

@@ -55,7 +55,7 @@ class Fsdp2Engine(Engine):
         k = self.spec.reshard_after_forward
         self.reshard = bool(k) and (k is True or k != 1)  # _fsdp_init.py:_get_post_forward_mesh_info
         self.parts = k if self.reshard and k is not True and k != self.shards else 0
-        self.packed = job.quantization is not None and job.quantization.method in ("nf4", "fp4")
+        self.packed = job.quantization is not None and job.quantization.four_bit
         self.ram_efficient = self.spec.cpu_ram_efficient_loading and not self.packed  # fsdp2_prepare_model: model_has_params4bit
         self.loaded: dict[int, int] = {}  # whole on the device before fully_shard
         self.replicated = frozenset(self._replicated())
@@ -349,17 +349,12 @@ class Fsdp2Engine(Engine):
     def gather_state_dict(self, where: str) -> None:
         """Each tensor is made whole in turn, and stays where it was made unless it goes to the host (torch 2.13 distributed/
         _state_dict_utils.py:_gather_state_dict with cpu_offload or without; tensor/_api.py:full_tensor)."""
-        if self.shards == 1 or where == "sharded":
-            return
-        whole: list[int] = []
-        for i in range(len(self.trace.params)):
-            size = self.stored_bytes(i, self.stored_dtype(i))
-            whole.append(
-                self.stream.alloc(size, Category.COMMUNICATION, "state dict on the device" if where == "device" else "gathered state dict")
-            )
-            if where != "device":
-                self.stream.free(whole.pop())
-        self.stream.free(*whole)
+        sizes = self.synced_tensors()
+        if where == "device":
+            self.stream.free(*[self.stream.alloc(n, Category.COMMUNICATION, "state dict on the device") for n in sizes])
+        elif where != "sharded":
+            for n in sizes:
+                self.stream.touch(n, Category.COMMUNICATION, "gathered state dict")
 
     def synced_tensors(self) -> list[int]:
         """full_tensor of one parameter after the other (trl 1.16 generation/vllm_generation.py)."""

@@ -185,10 +185,10 @@ def quantize(model: torch.nn.Module, quantization: dict[str, Any], bitsandbytes:
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear) and not isinstance(child, _Quantised) and name not in NOT_CONVERTED:
                 setattr(parent, name, _quantised(child, quantization))
-    keeps_input = method in ("nf4", "fp4") and bitsandbytes is not None and release(bitsandbytes, 3) < KEEPS_NO_INPUT
-    for module in model.modules():
-        if isinstance(module, _Quantised):
-            module.keeps_input = keeps_input
+    if bitsandbytes is not None and release(bitsandbytes, 3) < KEEPS_NO_INPUT:
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.keeps_input = True
     holder: Any = model
     if method == "gptq4":
         holder.quantization_method = "gptq"
