@@ -80,8 +80,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _ForTheDevice(ast.NodeTransformer):
-    """The word "cuda" becomes the simulated device's name, infer_device() returns it, is_autocast_enabled() asks about it, and CUDA is
-    available."""
+    """The word "cuda" becomes the simulated device's name, infer_device() returns it, and CUDA is available."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.copy_location(ast.Constant(DEVICE), node) if node.value == "cuda" else node
@@ -94,8 +93,6 @@ class _ForTheDevice(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "is_autocast_enabled" and not node.args:
-            node.args = [ast.Constant(DEVICE)]
         if ast.unparse(node.func) == "torch.cuda.is_available":
             return ast.copy_location(ast.Constant(True), node)
         return node
