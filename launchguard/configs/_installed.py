@@ -60,18 +60,22 @@ def dataclass_fields(name: str) -> Mapping[str, Field]:
         if name == "TrainingArguments":
             return _tabled()
         return fields
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            fields.update(_fields_of(node, distribution))
+    for node in _classes(tree, name):
+        fields.update(_fields_of(node, distribution))
     return fields
+
+
+def _classes(tree: ast.Module | None, name: str) -> list[ast.ClassDef]:
+    """The classes of this name in a module; none in one that could not be read."""
+    return [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name] if tree is not None else []
 
 
 @functools.cache
 def enum_values(name: str) -> tuple[str, ...]:
     """Values of an enumeration of the installed transformers; none where it is not installed or has moved."""
     tree = _parse("transformers", _ENUMS[name])
-    bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name) if tree is not None else ()
-    values = (_literal(member.value, {}) for body in bodies for member in body if isinstance(member, ast.Assign))
+    members = (member for node in _classes(tree, name) for member in node.body)
+    values = (_literal(member.value, {}) for member in members if isinstance(member, ast.Assign))
     return tuple(value for value in values if isinstance(value, str))
 
 
@@ -79,8 +83,8 @@ def enum_values(name: str) -> tuple[str, ...]:
 def trainer_keywords(name: str) -> frozenset[str]:
     """Keywords that the installed Trainer, SFTTrainer or DPOTrainer takes; none where it takes any, or cannot be read."""
     tree = _parse(*_TRAINERS[name]) if name in _TRAINERS else None
-    bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name) if tree is not None else ()
-    for method in (member for body in bodies for member in body if isinstance(member, ast.FunctionDef) and member.name == "__init__"):
+    members = (member for node in _classes(tree, name) for member in node.body)
+    for method in (member for member in members if isinstance(member, ast.FunctionDef) and member.name == "__init__"):
         taken = (*method.args.args, *method.args.kwonlyargs)
         return frozenset() if method.args.kwarg is not None else frozenset(argument.arg for argument in taken)
     return frozenset()

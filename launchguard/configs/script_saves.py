@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launchguard.configs._syntax import callee
 from launchguard.job import Origin
 
 DEVICE, RANK0, EVERY_HOST, SHARDED = "device", "rank 0", "every host", "sharded"
@@ -81,7 +82,7 @@ class _Reader(ast.NodeVisitor):
     def visit_With(self, node: ast.With) -> None:
         outer = self._type
         for item in node.items:
-            if isinstance(item.context_expr, ast.Call) and _called(item.context_expr) == "state_dict_type":
+            if isinstance(item.context_expr, ast.Call) and callee(item.context_expr.func)[0] == "state_dict_type":
                 self._type = self._state_dict_type(item.context_expr)
         self.generic_visit(node)
         self._type = outer
@@ -95,20 +96,20 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if isinstance(node.value, ast.Call) and _called(node.value) in _CONFIGS:
+        if isinstance(node.value, ast.Call) and callee(node.value.func)[0] in _CONFIGS:
             for target in node.targets:
                 self._configs[ast.unparse(target)] = _flags(node.value)
         self.generic_visit(node)
 
     # ---------------------------------------------------------------- calls
     def visit_Call(self, node: ast.Call) -> None:
-        called = _called(node)
+        called = callee(node.func)[0]
         inner = node.func.value if isinstance(node.func, ast.Attribute) else None
         if called in _WRAPS:
             self.wrap_lines.setdefault(self._scope, []).append(node.lineno)
         if called == "set_state_dict_type":
             self._type = self._state_dict_type(node)
-        elif called in ("cpu", "to") and isinstance(inner, ast.Call) and _called(inner) == "full_tensor":
+        elif called in ("cpu", "to") and isinstance(inner, ast.Call) and callee(inner.func)[0] == "full_tensor":
             self._add("full_tensor", RANK0, inner)
             return
         elif called in _OPTIMIZER_CALLS and self.optimizer is None:
@@ -144,7 +145,7 @@ class _Reader(ast.NodeVisitor):
         return (names[0] if names else "FULL_STATE_DICT"), flags
 
     def _flags_of(self, argument: ast.expr) -> Mapping[str, bool]:
-        if isinstance(argument, ast.Call) and _called(argument) in _CONFIGS:
+        if isinstance(argument, ast.Call) and callee(argument.func)[0] in _CONFIGS:
             return _flags(argument)
         return self._configs.get(ast.unparse(argument), {})
 
@@ -159,10 +160,6 @@ def _full_where(flags: Mapping[str, bool], offload: str, rank0: str) -> str:
     if not flags.get(offload):
         return DEVICE
     return RANK0 if flags.get(rank0) else EVERY_HOST
-
-
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def _arguments(node: ast.Call) -> list[ast.expr]:
@@ -185,6 +182,6 @@ def _is_model(node: ast.Call) -> bool:
 
 def _all_parameters(argument: ast.expr) -> bool:
     """model.parameters(), list(model.parameters()), but not module.parameters(recurse=False), nor a name for some of them."""
-    if isinstance(argument, ast.Call) and _called(argument) == "list" and argument.args:
+    if isinstance(argument, ast.Call) and callee(argument.func)[0] == "list" and argument.args:
         argument = argument.args[0]
-    return isinstance(argument, ast.Call) and _called(argument) == "parameters" and not argument.keywords and _is_model(argument)
+    return isinstance(argument, ast.Call) and callee(argument.func)[0] == "parameters" and not argument.keywords and _is_model(argument)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from launchguard.configs._syntax import callee
 from launchguard.configs.script_saves import Gather, gathers_of
 from launchguard.job import LaunchSpec, Origin, Setting
 
@@ -266,7 +267,7 @@ class _Reader(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Fields of a dataclass are script arguments (HfArgumentParser), with the defaults that they have there."""
         self.declared |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-        if any(_callee(d.func if isinstance(d, ast.Call) else d)[0] == "dataclass" for d in node.decorator_list):
+        if any(callee(d.func if isinstance(d, ast.Call) else d)[0] == "dataclass" for d in node.decorator_list):
             for field_ in (n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is not None):
                 known, value = _value(field_.value, self._constants) if field_.value is not None else (False, None)
                 if known and value is not None:
@@ -319,12 +320,12 @@ class _Reader(ast.NodeVisitor):
             known, value = _value(node.value, self._constants)
             if known:
                 self._constants[node.targets[0].id] = value
-            if isinstance(node.value, ast.Call) and _callee(node.value.func)[0] == "LoraConfig":
+            if isinstance(node.value, ast.Call) and callee(node.value.func)[0] == "LoraConfig":
                 self.lora_variables[node.targets[0].id] = self._origin(node)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        name, owner = _callee(node.func)
+        name, owner = callee(node.func)
         if not owner:
             self.invoked.setdefault(name, (self._scope, node.lineno))
         if name == "add_argument":
@@ -346,7 +347,7 @@ class _Reader(ast.NodeVisitor):
     def _keywords(self, node: ast.Call) -> Iterator[tuple[str, Setting]]:
         for keyword in node.keywords:
             if keyword.arg in _CLASS_LISTS and isinstance(keyword.value, (ast.Set, ast.List, ast.Tuple)):
-                yield keyword.arg, Setting(tuple(_callee(element)[0] for element in keyword.value.elts), self._origin(keyword.value))
+                yield keyword.arg, Setting(tuple(callee(element)[0] for element in keyword.value.elts), self._origin(keyword.value))
                 continue
             known, value = _value(keyword.value, self._constants)
             if keyword.arg is not None and known:
@@ -361,15 +362,6 @@ class _Reader(ast.NodeVisitor):
         for flag in flags:
             if flag.startswith("--") and known and value is not None:
                 self.defaults[flag[2:].replace("-", "_")] = Setting(value, self._origin(node))
-
-
-def _callee(function: ast.expr) -> tuple[str, str]:
-    """(name, owner) of f, a.f, a.b.f."""
-    if isinstance(function, ast.Name):
-        return function.id, ""
-    if isinstance(function, ast.Attribute):
-        return function.attr, _callee(function.value)[0]
-    return "", ""
 
 
 def _names(node: ast.Call) -> frozenset[str]:
@@ -388,11 +380,11 @@ def _references(node: ast.Call) -> Iterator[tuple[str, str]]:
 
 def _value(node: ast.expr, constants: Mapping[str, Any]) -> tuple[bool, Any]:
     """(known, value) of a literal, a module constant, torch.bfloat16, a member of FSDP's enums, or CPUOffload(...)."""
-    if isinstance(node, ast.Attribute) and (node.attr in _DTYPES or _callee(node.value)[0] in _ENUMS):
+    if isinstance(node, ast.Attribute) and (node.attr in _DTYPES or callee(node.value)[0] in _ENUMS):
         return True, node.attr
-    if isinstance(node, ast.Call) and _callee(node.func)[0] == "CPUOffloadPolicy":
+    if isinstance(node, ast.Call) and callee(node.func)[0] == "CPUOffloadPolicy":
         return True, True
-    if isinstance(node, ast.Call) and _callee(node.func)[0] == "CPUOffload":  # CPUOffload(offload_params=True)
+    if isinstance(node, ast.Call) and callee(node.func)[0] == "CPUOffload":  # CPUOffload(offload_params=True)
         return _value(node.keywords[0].value if node.keywords else node.args[0], constants) if node.keywords or node.args else (True, False)
     if isinstance(node, ast.Name):
         return node.id in constants, constants.get(node.id)
