@@ -107,17 +107,21 @@ def job_of(case: Case, folder: Path) -> tuple[JobSpec, DeviceProfile]:
     return job.changed({"notes": tuple(notes)}), profile
 
 
+def _stated(case: Case) -> dict[str, Any]:
+    return {**PINNED.get(case["stack"], {}), **(case.get("versions") or {})}
+
+
 def _versions(case: Case) -> dict[str, str]:
     """Libraries whose version decides which rule is used, where the case states them, or what its program asked for when it was measured
     (PINNED)."""
-    stated = {**PINNED.get(case["stack"], {}), **(case.get("versions") or {})}
+    stated = _stated(case)
     return {name: str(stated[name]) for name in ("torch", "transformers", "bitsandbytes") if str(stated.get(name))[:1].isdigit()}
 
 
 def _before_torch_2(case: Case) -> bool:
     """zero_grad() fills gradients with zeros, so that they stay (set_to_none is its default since torch 2.0, March 2023). Where torch is
     not stated, a transformers older than that tells."""
-    versions = case.get("versions") or PINNED.get(case["stack"], {})
+    versions = _stated(case)
     stated = [(str(versions[name]), first) for name, first in (("torch", (2, 0)), ("transformers", (4, 27))) if name in versions]
     return bool(stated) and stated[0][0][:1].isdigit() and release(stated[0][0].split()[0]) < stated[0][1]
 
@@ -193,7 +197,7 @@ def _with_every_kernel(profile: DeviceProfile) -> DeviceProfile:
 
 def _cuda_before_11_7(case: Case) -> bool:
     """As stated. torch's wheels have it since 1.13 (October 2022)."""
-    versions = case.get("versions") or PINNED.get(case["stack"], {})
+    versions = _stated(case)
     cuda, torch = str(versions.get("cuda") or ""), str(versions.get("torch") or "")
     if cuda[:1].isdigit():
         return release(cuda) < (11, 7)

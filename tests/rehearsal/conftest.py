@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
+FIRST_RANK = ("--random-weights", "--ranks", "0")
 
 
 @pytest.fixture(scope="session")
@@ -60,5 +61,19 @@ def rehearse(vgpu_python: str, tmp_path: Path, short_folder: Path) -> Callable[.
         assert not list(short_folder.glob("launchguard-*")), "a rehearsal leaves nothing on disk"
         document = json.loads(report.read_text()) if report.exists() else {}
         return Rehearsed(done.returncode, done.stdout, done.stderr, document)
+
+    return call
+
+
+@pytest.fixture
+def both(rehearse: Callable[..., Rehearsed]) -> Callable[..., tuple[Rehearsed, Rehearsed]]:
+    """both(command, device=..., seq_len=..., options=...): (predicted, rehearsed with the options), where neither fails."""
+
+    def call(command: Sequence[str], device: str, seq_len: int, options: Sequence[str]) -> tuple[Rehearsed, Rehearsed]:
+        run = rehearse("--device", device, *options, "--", *command)
+        assert run.code == 0, run.out + run.err
+        check = rehearse("--device", device, "--seq-len", str(seq_len), "--", *command, verb="check")
+        assert check.code == 0, check.out + check.err
+        return check, run
 
     return call

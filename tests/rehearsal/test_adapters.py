@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import Rehearsed
+from conftest import FIRST_RANK, Rehearsed
 
 PHASES = ("prepare", "forward_1", "backward_1", "step_1", "forward_2", "backward_2", "step_2", "idle")
 # a large block is given whole where less than 1 MiB of it would be left, which is a matter of what was freed before: some MiB of 300
@@ -28,13 +28,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_phases(rehearse: Callable[..., Rehearsed], name: str) -> None:
+def test_phases(both: Callable[..., tuple[Rehearsed, Rehearsed]], name: str) -> None:
     launcher, options, script, more = CASES[name]
     command = [*launcher, script, *options, "--bf16", "--per_device_train_batch_size", "2", "--output_dir", "out", *more]
-    run = rehearse("--device", "a100-80-sxm", "--random-weights", "--ranks", "0", "--", *command)
-    assert run.code == 0, run.out + run.err
-    check = rehearse("--device", "a100-80-sxm", "--seq-len", "1024", "--", *command, verb="check")
-    assert check.code == 0, check.out + check.err
+    check, run = both(command, device="a100-80-sxm", seq_len=1024, options=FIRST_RANK)
     wrong = []
     for phase in PHASES:
         ours, real = (side.phases()[phase]["allocated_bytes"] for side in (check, run))

@@ -13,12 +13,9 @@ BLOCK = 2 << 20  # two large blocks given whole, where less than 1 MiB of each w
 
 
 @pytest.mark.parametrize("card", ["a100-80-sxm", "t4"])
-def test_phases(rehearse: Callable[..., Rehearsed], card: str) -> None:
+def test_phases(both: Callable[..., tuple[Rehearsed, Rehearsed]], card: str) -> None:
     command = ["python", "loop.py", "--model_name_or_path", "tiny-llama", "--batch_size", "4", "--seq_len", "512"]
-    run = rehearse("--device", card, "--steps", "3", "--", *command)
-    assert run.code == 0, run.out + run.err
-    check = rehearse("--device", card, "--seq-len", "512", "--", *command, verb="check")
-    assert check.code == 0, check.out + check.err
+    check, run = both(command, device=card, seq_len=512, options=("--steps", "3"))
     for phase in ("forward_1", "backward_1", "forward_2", "backward_2"):
         ours, real = (side.phases()[phase]["allocated_bytes"] for side in (check, run))
         assert abs(ours - real) <= (SCALARS if phase.endswith("_1") else BLOCK), (phase, ours, real)
